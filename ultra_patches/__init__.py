@@ -1,0 +1,31 @@
+"""Corrections for the defects that corrupt weights between trainer and rollout; importing this package arms them.
+
+    import ultra_patches
+
+Every patch is set when the upstream module that holds its target is imported, and only where the installed code has the
+defect. `status()` says what is in force in this process.
+"""
+
+from __future__ import annotations
+
+from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
+from ultra_patches.ledger import PatchStatus
+from ultra_patches.overlay import arm as _arm
+from ultra_patches.overlay import require, revert, status
+from ultra_patches.router_bias import check_router_biases, sync_dtype
+
+__all__ = [
+    "PatchStatus",
+    "UltraPatchesError",
+    "UltraPatchesWarning",
+    "__version__",
+    "check_router_biases",
+    "require",
+    "revert",
+    "status",
+    "sync_dtype",
+]
+
+__version__ = "0.1.0"
+
+_arm()

@@ -1,0 +1,161 @@
+"""Set one function in place of another, and put it back: resolve, check, set, read back, rebind.
+
+Nothing here decides whether to. The functions that were set carry the id of their patch, so that a second call changes
+nothing and a foreign replacement is told from ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from ultra_patches.patch import Target
+
+MARK = "__ultra_patch__"
+
+
+class ForeignCodeError(Exception):
+    """The function is not the one that stands in the file: someone else replaced it. The text says who."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a function is bound: `vars(owner)[attribute]` is `raw`, which a staticmethod or classmethod wraps."""
+
+    owner: Any
+    attribute: str
+    raw: Any
+
+    @property
+    def function(self) -> Any:
+        return self.raw.__func__ if isinstance(self.raw, (staticmethod, classmethod)) else self.raw
+
+    def wrapped(self, function: Callable[..., Any]) -> Any:
+        """Give a function the descriptor of the one it replaces."""
+        return type(self.raw)(function) if isinstance(self.raw, (staticmethod, classmethod)) else function
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was set, what was there, and how many stale references outside the target were rebound."""
+
+    target: Target
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+    rebound: int
+
+
+def resolve(module: ModuleType, name: str) -> Place:
+    """Find `function` or `Class.method` without triggering descriptors. Raises AttributeError where it is missing."""
+    *parents, attribute = name.split(".")
+    owner: Any = module
+    for part in parents:
+        owner = vars(owner)[part] if part in vars(owner) else getattr(owner, part)
+    if attribute not in vars(owner):
+        raise AttributeError(f"{module.__name__} has no {name}")
+    return Place(owner, attribute, vars(owner)[attribute])
+
+
+def check_pristine(module: ModuleType, name: str, place: Place, decorated: bool) -> None:
+    """Raise ForeignCodeError unless the live function is the one that the module's loader compiles from the file.
+
+    A decorator in the file leaves a wrapper around the code, so the chain of `__wrapped__` is followed there, and only
+    there: a wrapt proxy forwards `__code__` and would pass for the original.
+    """
+    expected = _code_on_disk(module, name)
+    live = place.function
+    while decorated and hasattr(live, "__wrapped__"):
+        live = live.__wrapped__
+    if type(live) is not FunctionType:
+        raise ForeignCodeError(f"{module.__name__}.{name} is {describe(live)}")
+    if expected is not None and live.__code__ != expected:
+        raise ForeignCodeError(f"{module.__name__}.{name} is {describe(live)}")
+
+
+def describe(function: Any) -> str:
+    """Name a function by module and file, so that a user can find who set it."""
+    kind = type(function)
+    code = getattr(function, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else "no source"
+    shown = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')} ({where})"
+    wrapper = getattr(function, "_self_wrapper", None)
+    if wrapper is not None:
+        return f"a {kind.__module__}.{kind.__qualname__} that calls {describe(wrapper)}"
+    return shown if kind is FunctionType else f"a {kind.__module__}.{kind.__qualname__} around {shown}"
+
+
+def _code_on_disk(module: ModuleType, name: str) -> CodeType | None:
+    spec = module.__spec__
+    get_code = getattr(spec.loader if spec else None, "get_code", None)
+    if get_code is None:
+        return None
+    try:
+        code = get_code(module.__name__)
+    except (ImportError, OSError, SyntaxError):
+        return None
+    for part in name.split("."):
+        code = next(
+            (c for c in reversed(code.co_consts) if isinstance(c, CodeType) and c.co_name == part), None
+        ) if code else None
+    return code if isinstance(code, CodeType) else None
+
+
+def apply(patch_id: str, module: ModuleType, target: Target, *, decorated: bool, late: bool) -> Applied:
+    """Set a target and read it back. Raises ForeignCodeError, or RuntimeError where the read-back fails."""
+    place = resolve(module, target.name)
+    previous = getattr(place.function, MARK, None)
+    if previous == patch_id:
+        return Applied(target, place.function.__wrapped__, place.function, 0)
+    if previous is None:
+        check_pristine(module, target.name, place, decorated)
+    original = place.function
+    replacement = target.build(original, module)
+    functools.update_wrapper(replacement, original)
+    setattr(replacement, MARK, patch_id)
+    setattr(place.owner, place.attribute, place.wrapped(replacement))
+    rebound = rebind(original, replacement) if late else 0
+    if resolve(module, target.name).function is not replacement:
+        raise RuntimeError(f"{target.key} was set, but reading it back gives another function")
+    return Applied(target, original, replacement, rebound)
+
+
+def revert(applied: Applied) -> None:
+    """Put the original back wherever ours is bound. Raises RuntimeError where someone has replaced ours since."""
+    module = sys.modules.get(applied.target.module)
+    if module is not None:
+        place = resolve(module, applied.target.name)
+        if place.function is not applied.replacement:
+            raise RuntimeError(
+                f"{applied.target.key} is now {describe(place.function)}: revert that first, then this patch"
+            )
+        setattr(place.owner, place.attribute, place.wrapped(applied.original))
+    rebind(applied.replacement, applied.original)
+
+
+def rebind(old: object, new: object) -> int:
+    """Replace every binding of `old` in the namespaces of loaded modules and of the classes they hold; count them."""
+    count = 0
+    for namespace, key in list(_bindings(old)):
+        setattr(namespace, key, new)
+        count += 1
+    return count
+
+
+def _bindings(function: object) -> Iterator[tuple[Any, str]]:
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType):
+            continue
+        # Classes are searched only where the upstream's own live: everyone else binds at module level.
+        own = module.__name__.partition(".")[0] == package
+        for key, value in list(vars(module).items()):
+            if value is function:
+                yield module, key
+            elif own and type(value) is type and value.__module__ == module.__name__:
+                for name, member in list(vars(value).items()):
+                    if member is function:
+                        yield value, name

@@ -1,0 +1,1 @@
+"""How the overlay gets into a process that the user does not start."""

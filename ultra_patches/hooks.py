@@ -1,0 +1,105 @@
+"""Call back when a module has been executed: on first import, on reload, and on import after removal.
+
+wrapt's post-import hooks do not serve here. They fire on a half-initialised module when they are registered during its
+import, they do not fire again on reload or re-import, and one that raises makes the retry succeed unpatched.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+_Callback = Callable[[ModuleType, bool], None]
+
+_watched: dict[str, _Callback] = {}
+#: Modules that were being executed when their hook was set: nobody tells when they are done, so imports ask.
+_unfinished: set[str] = set()
+_lock = threading.RLock()
+
+
+def watch(name: str, callback: _Callback) -> None:
+    """Call `callback(module, late)` each time `name` has been executed; at once, with late=True, if it already was."""
+    with _lock:
+        _watched[name] = callback
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    module = sys.modules.get(name)
+    if module is None:
+        return
+    if _initializing(module):
+        _unfinished.add(name)
+    else:
+        callback(module, True)
+
+
+def unwatch_all() -> None:
+    """Forget every hook and leave `sys.meta_path` as it was."""
+    with _lock:
+        _watched.clear()
+        _unfinished.clear()
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def settle() -> None:
+    """Call back for modules whose hook was set in the middle of their import and that are finished now."""
+    for name in tuple(_unfinished):
+        module = sys.modules.get(name)
+        if module is not None and _initializing(module):
+            continue
+        _unfinished.discard(name)
+        callback = _watched.get(name)
+        if module is not None and callback is not None:
+            callback(module, True)
+
+
+def _initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """First on the path: asks the other finders, and wraps the loader of a watched module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if _unfinished:
+            settle()
+        callback = _watched.get(fullname)
+        if callback is None:
+            return None
+        for finder in tuple(sys.meta_path):
+            if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, callback)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Executes the module with its own loader, and then calls back."""
+
+    def __init__(self, loader: importlib.abc.Loader, callback: _Callback) -> None:
+        self._loader = loader
+        self._callback = callback
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module and whoever inspects it see the loader they would have had.
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._callback(module, False)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)

@@ -1,0 +1,91 @@
+"""What a patch declares: frozen data, and two functions that touch the upstream only when they are called.
+
+The fields follow Debian's patch tagging guidelines (DEP-3), so that each patch says where it comes from, where it was
+reported and when it can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
+from typing import Any, TypeAlias
+
+#: Takes the upstream's function and the module that holds it, gives the function to set in its place. Upstream modules
+#: are imported inside, never at the top of a patch file: reading a declaration must import no upstream and no torch.
+Build: TypeAlias = Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
+
+
+class Verdict(str, Enum):
+    """What a probe saw on the installed code."""
+
+    DEFECT = "defect"
+    CLEAN = "clean"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict and the values it rests on, short enough for a table cell."""
+
+    verdict: Verdict
+    detail: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function of one upstream module, as `package.module` and `function` or `Class.method`."""
+
+    module: str
+    name: str
+    build: Build = field(repr=False)
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The targets of one family of releases. The first variant whose targets all exist is the one that is set."""
+
+    name: str
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One defect of an upstream, the probe that shows it and what is set in its place."""
+
+    id: str
+    title: str
+    upstream: str
+    description: str
+    who: str
+    origin: str
+    bug: str
+    upstream_pr: str
+    pr_state: str
+    #: Releases that were measured as affected, as a version specifier.
+    affected: str
+    #: The first release that carries the correction, None while there is none.
+    fixed_in: str | None
+    removal: str
+    #: The day the verdicts of every release were last measured, as YYYY-MM-DD.
+    last_checked: str
+    variants: tuple[Variant, ...]
+    probe: Callable[[], Finding] = field(repr=False)
+    #: The modules after whose import the probe can run at once. Empty where it needs process groups, other modules or
+    #: seconds: then `ultra-patches verify` runs it in a fresh process.
+    probe_after: tuple[str, ...] = ()
+    #: Patches without which this one would do harm.
+    requires: tuple[str, ...] = ()
+    #: Functions that are not replaced but decide whether the defect shows, as `module:name`.
+    watches: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Every module to watch: those that hold a target of any variant, and those the probe waits for."""
+        targets = [target.module for variant in self.variants for target in variant.targets]
+        return tuple(dict.fromkeys([*targets, *self.probe_after]))

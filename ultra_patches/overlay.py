@@ -7,8 +7,10 @@ import sys
 import warnings
 from types import ModuleType
 
-from ultra_patches import apply, discover, hooks, settings
+from ultra_patches import apply, discover, facts, hooks, settings
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
+from ultra_patches.facts import Upstream
+from ultra_patches.fingerprint import Source
 from ultra_patches.gate import BAD, Action, Decision, Evidence, State, decide
 from ultra_patches.ledger import Entry, PatchStatus, entries
 from ultra_patches.patch import Patch, Target, Verdict
@@ -150,7 +152,7 @@ def _advance(entry: Entry, module: ModuleType, late: bool, chosen: settings.Sett
 
 
 def _set(entry: Entry, module: ModuleType, target: Target, *, late: bool) -> None:
-    source = _sources(entry.patch).get(target.key)
+    source = sources_of(entry.patch).get(target.key)
     entry.applied[target.key] = apply.apply(
         entry.patch.id, module, target, decorated=bool(source and source.decorated), late=late
     )
@@ -163,7 +165,7 @@ def decision_for(patch: Patch, chosen: settings.Settings) -> Decision:
     if chosen.excludes(patch.id):
         return decide(patch, Evidence(None, {}), lock.Lock({}, {}, {}), chosen)
     upstream = _upstream(patch.upstream)
-    sources = _sources(patch)
+    sources = sources_of(patch)
     remembered = verdicts.recall(patch, sources) if upstream else None
     blocked = _blocked(patch, chosen)
     return decide(patch, Evidence(upstream, sources, remembered, blocked), lock.load(), chosen)
@@ -180,21 +182,19 @@ def _blocked(patch: Patch, chosen: settings.Settings) -> tuple[State, str] | Non
     return None
 
 
-def _upstream(name: str):  # type: ignore[no-untyped-def] # facts is imported late, so that arming stays cheap
+def _upstream(name: str) -> Upstream | None:
     package = name.split("-")[0]
     return _located(name, package in sys.modules, tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=32)
-def _located(name: str, loaded: bool, path: tuple[str, ...]):  # type: ignore[no-untyped-def] # as above
-    from ultra_patches import facts
-
+def _located(name: str, loaded: bool, path: tuple[str, ...]) -> Upstream | None:
+    # What is loaded and the path are in the key, because they decide what would be imported.
     return facts.locate(name)
 
 
-def _sources(patch: Patch):  # type: ignore[no-untyped-def] # as above
-    from ultra_patches import facts
-
+def sources_of(patch: Patch) -> dict[str, Source]:
+    """The fingerprint of each target and watched function of a patch that is found on disk."""
     upstream = _upstream(patch.upstream)
     if upstream is None:
         return {}

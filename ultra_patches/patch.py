@@ -79,6 +79,8 @@ class Patch:
     #: The modules after whose import the probe can run at once. Empty where it needs process groups, other modules or
     #: seconds: then `ultra-patches verify` runs it in a fresh process.
     probe_after: tuple[str, ...] = ()
+    #: Run before the upstream is imported in a process that exists for the probe alone.
+    prepare: Callable[[], None] | None = field(default=None, repr=False)
     #: Patches without which this one would do harm.
     requires: tuple[str, ...] = ()
     #: Functions that are not replaced but decide whether the defect shows, as `module:name`.

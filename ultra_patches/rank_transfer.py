@@ -135,6 +135,9 @@ def receive(info: Any, gpu: str, load: Callable[[Any], None], arguments: Callabl
     import torch
 
     packed = getattr(info, "tensor_sizes", None) is not None
+    if not packed and not isinstance(info.ipc_handles, list):
+        load(info)  # a packed message without sizes: upstream has an error for it
+        return
     sizes = info.tensor_sizes if packed else None
     if carries_layouts(info.names):
         selected = select(info.names, info.dtype_names, info.shapes, sizes, info.ipc_handles, gpu)

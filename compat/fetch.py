@@ -1,0 +1,150 @@
+"""The Python sources of a release: whole trees for running it, single files for reading it.
+
+Everything is fetched once, checked against the index's SHA-256 where a whole file comes down, and kept under
+`$XDG_CACHE_HOME/ultra-patches/releases`. vLLM comes as its sdist (the wheels hold 300 MB of binaries), Megatron as wheels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import requests
+from packaging.version import Version
+from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
+from remotezip import RemoteIOError, RemoteZip
+
+
+class FetchError(Exception):
+    """What could not be had, from where, and what to do, in one line."""
+
+
+def cache() -> Path:
+    """The folder of fetched releases."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "ultra-patches", "releases")
+
+
+@functools.cache
+def packages(project: str) -> tuple[DistributionPackage, ...]:
+    """Every file that the index lists for a project, by the index that pip or uv are set to."""
+    endpoint = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+    try:
+        with PyPISimple(endpoint) as client:
+            return tuple(client.get_project_page(project, timeout=60).packages)
+    except NoSuchProjectError as error:
+        raise FetchError(f"the package index has no project {project}") from error
+    except requests.RequestException as error:
+        raise FetchError(f"the package index cannot be read ({type(error).__name__}): check the network") from error
+
+
+def package(project: str, release: str, kind: str) -> DistributionPackage:
+    """One file of a release. Raises FetchError for a release that does not exist, is yanked or has no such file."""
+    listed = [p for p in packages(project) if p.version == release]
+    if not listed:
+        newest = max((p.version for p in packages(project) if p.version), key=Version)
+        raise FetchError(f"{project} {release} does not exist in the package index (the newest is {newest})")
+    if all(p.is_yanked for p in listed):
+        raise FetchError(f"{project} {release} was yanked: {listed[0].yanked_reason or 'no reason given'}")
+    fitting = [p for p in listed if p.package_type == kind and _fits(p.filename)]
+    if not fitting:
+        raise FetchError(f"{project} {release} has no {kind} for this machine in the package index")
+    return fitting[-1]
+
+
+def _fits(filename: str) -> bool:
+    return not filename.endswith(".whl") or "none-any" in filename or "abi3-manylinux" in filename and (
+        "x86_64" in filename
+    ) or ("cp312" in filename and "x86_64" in filename)
+
+
+def tree(project: str, release: str) -> Path:
+    """A folder for PYTHONPATH with the Python files of a release. Raises FetchError."""
+    folder = cache() / f"{project}-{release}"
+    if folder.is_dir():
+        return folder
+    kind = "sdist" if project == "vllm" else "wheel"
+    found = package(project, release, kind)
+    content = _download(found)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    try:
+        if kind == "sdist":
+            _unpack_sdist(content, staging)
+            _pretend_cpu_build(project, release, staging)
+        else:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                archive.extractall(staging, [n for n in archive.namelist() if not n.endswith(".so")])
+        staging.chmod(0o755)
+        staging.replace(folder)
+    except OSError as error:
+        if not folder.is_dir():
+            raise FetchError(f"{folder} cannot be written ({error.strerror}): free some room") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _download(found: DistributionPackage) -> bytes:
+    try:
+        response = requests.get(found.url, timeout=300)
+        response.raise_for_status()
+    except requests.RequestException as error:
+        raise FetchError(f"{found.filename} cannot be downloaded ({type(error).__name__}): check the network") from error
+    digest = hashlib.sha256(response.content).hexdigest()
+    wanted = found.digests.get("sha256", digest)
+    if digest != wanted:
+        raise FetchError(f"{found.filename} arrived with SHA-256 {digest[:12]}…, the index says {wanted[:12]}…: fetch it again")
+    return response.content
+
+
+def _unpack_sdist(content: bytes, target: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for member in archive:
+            inner = member.name.partition("/")[2]
+            if member.isfile() and inner.startswith("vllm/") and inner.endswith((".py", ".json")):
+                member.name = inner
+                archive.extract(member, target, filter="data")
+
+
+def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
+    """vLLM decides by the version of its metadata whether it runs on CPU, and sources have none."""
+    info = target / f"{project}-{release}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {release}+cpu\n", encoding="utf-8")
+
+
+def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | None]:
+    """The text of some files of a release's wheel, None for one it does not have. Raises FetchError.
+
+    Read by HTTP range requests, so that a wheel of 300 MB costs a few hundred kB.
+    """
+    wanted = list(names)
+    folder = cache() / f"{project}-{release}"
+    if folder.is_dir():
+        return {n: (folder / n).read_text(encoding="utf-8") if (folder / n).is_file() else None for n in wanted}
+    found = package(project, release, "wheel")
+    kept = cache() / "files" / found.filename
+    try:
+        missing = [n for n in wanted if not (kept / n).exists() and not (kept / f"{n}.absent").exists()]
+        if missing:
+            with RemoteZip(found.url) as archive:
+                have = set(archive.namelist())
+                for name in missing:
+                    path = kept / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if name in have:
+                        path.write_bytes(archive.read(name))
+                    else:
+                        path.with_name(path.name + ".absent").touch()
+    except (RemoteIOError, requests.RequestException, zipfile.BadZipFile) as error:
+        raise FetchError(f"{found.filename} cannot be read in parts ({error}): try again") from error
+    return {n: (kept / n).read_text(encoding="utf-8") if (kept / n).is_file() else None for n in wanted}

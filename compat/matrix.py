@@ -1,0 +1,85 @@
+"""`matrix.toml` as data."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from compat import fetch
+from ultra_patches import discover, facts
+from ultra_patches.patch import Patch
+
+ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The releases of one upstream, oldest first, and the ones that CI runs."""
+
+    name: str
+    releases: tuple[str, ...]
+    lowest: str
+    boundary: tuple[str, ...]
+    latest: str
+    #: Release -> why it cannot run on the test stack.
+    not_live: Mapping[str, str]
+    #: megatron-bridge release -> the megatron-core it is run with.
+    core: Mapping[str, str]
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One release of one upstream: what one live run covers."""
+
+    upstream: str
+    release: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.upstream}-{self.release}"
+
+
+def read(path: Path = ROOT / "matrix.toml") -> dict[str, Supported]:
+    """Every upstream by name. Raises KeyError, naming the key, for one that is missing."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: Supported(
+            name,
+            tuple(entry["releases"]),
+            entry["lowest"],
+            tuple(entry["boundary"]),
+            entry["latest"],
+            entry["not_live"],
+            entry.get("core", {}),
+        )
+        for name, entry in data.items()
+    }
+
+
+def patches_of(upstream: str) -> list[Patch]:
+    """The overlay's own patches of one upstream, by id."""
+    return [p for p in discover.patches()[0].values() if p.upstream == upstream and p.origin == "ultra-patches"]
+
+
+def keys_of(patch: Patch) -> list[str]:
+    """Every function whose source a patch's verdict depends on, as `module:name`."""
+    return list(dict.fromkeys([t.key for v in patch.variants for t in v.targets] + list(patch.watches)))
+
+
+def python_path(cell: Cell, supported: Supported) -> str:
+    """PYTHONPATH that puts the release of a cell before what is installed; fetches it. Raises fetch.FetchError."""
+    trees = [fetch.tree(cell.upstream, cell.release)]
+    if cell.release in supported.core:
+        trees.append(fetch.tree("megatron-core", supported.core[cell.release]))
+    return ":".join(map(str, [*trees, ROOT.parent]))
+
+
+def file_of(module: str) -> str:
+    """Where a module stands in a wheel. Packages are not needed: every target is in a leaf module."""
+    return module.replace(".", "/") + ".py"
+
+
+def package_of(upstream: str) -> str:
+    return facts.UPSTREAMS[upstream][0]

@@ -1,0 +1,87 @@
+"""One JSON file a cell under `compat/results/`: what the probes said on one release."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compat.matrix import ROOT, Cell
+
+FOLDER = ROOT / "results"
+#: Verdicts that say something about the release.
+DECIDED = frozenset({"corrected", "not needed"})
+
+
+class ResultError(Exception):
+    """A result that cannot be used, and what to type, in one line."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`patches[id]` holds `without`, `with`, `verdict` and `note` of one patch; `seal` is over everything else."""
+
+    upstream: str
+    release: str
+    date: str
+    python: str
+    torch: str
+    patch_set: str
+    seconds: float
+    patches: Mapping[str, Any]
+    seal: str = ""
+
+    def sealed(self) -> Result:
+        """The same with its seal, by which a hand-edited file is told."""
+        return Result(**{**asdict(self), "seal": _seal(asdict(self))})
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    text = json.dumps({k: v for k, v in data.items() if k != "seal"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def path_of(cell: Cell) -> Path:
+    return FOLDER / f"{cell.name}.json"
+
+
+def load(cell: Cell) -> Result | None:
+    """The kept result of a cell, None without one. Raises ResultError for one that is broken or was edited."""
+    path = path_of(cell)
+    if not path.exists():
+        return None
+    again = f"run `python -m compat run --cell {cell.name} --again`"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        result = Result(**data)
+    except (OSError, ValueError, TypeError) as error:
+        raise ResultError(f"{path.name} is no result ({error}): {again}") from error
+    if result.seal != _seal(data):
+        raise ResultError(f"{path.name} was edited by hand (its seal does not fit): {again}")
+    return result
+
+
+def save(cell: Cell, result: Result) -> None:
+    """Write a result whole or not at all."""
+    FOLDER.mkdir(exist_ok=True)
+    path = path_of(cell)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(result.sealed()), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+#: What a result depends on: the patches, their probes, and what those share. How they are set is covered by the tests.
+CODE = ("patches/*.py", "probe*.py", "rank_*.py", "cpu_ipc.py", "keep_fp32.py", "router_bias.py")
+
+
+def patch_set_digest() -> str:
+    """16 hex digits over the code of patches and probes: a result holds for the code that made it."""
+    package = ROOT.parent / "ultra_patches"
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in CODE for path in package.glob(pattern)):
+        digest.update(str(path.relative_to(package)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""The command line: `ultra-patches status | explain | verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+SCHEMA = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns 0, 1 where a needed correction is not in force, 2 for input that means nothing."""
+    import ultra_patches
+
+    parser = argparse.ArgumentParser(prog="ultra-patches", description=(ultra_patches.__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"ultra-patches {ultra_patches.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser("status", help="which patches are in force for what is installed")
+    status.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    explain = commands.add_parser("explain", help="the defect, who it hits, what is replaced, when it goes")
+    explain.add_argument("id")
+    verify = commands.add_parser("verify", help="run each probe without and with its patch, in fresh processes")
+    verify.add_argument("ids", nargs="*", metavar="ID", help="all patches by default")
+    verify.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    args = parser.parse_args(argv)
+    complaints = _complaints()
+    for text in complaints:
+        print(f"ultra-patches: {text}", file=sys.stderr)
+    if complaints:
+        return 2
+    if args.command == "status":
+        return _status(args.json)
+    wanted = [args.id] if args.command == "explain" else args.ids
+    unknown = _unknown(wanted)
+    if unknown:
+        print(f"ultra-patches: {unknown}", file=sys.stderr)
+        return 2
+    return _explain(args.id) if args.command == "explain" else _verify(args.ids, args.json)
+
+
+def _complaints() -> tuple[str, ...]:
+    from ultra_patches import settings
+    from ultra_patches.ledger import entries
+
+    return settings.read(entries).complaints
+
+
+def _unknown(ids: list[str]) -> str | None:
+    from ultra_patches.ledger import entries
+    from ultra_patches.settings import nearest
+
+    return next((f"no patch is called {word!r} ({nearest(word, entries)})" for word in ids if word not in entries), None)
+
+
+def _envelope(kind: str) -> dict[str, Any]:
+    import platform
+
+    import ultra_patches
+    from ultra_patches import facts
+
+    upstreams = [
+        {
+            "name": name,
+            "version": found.version,
+            "path": str(found.root),
+            "distribution": found.distribution,
+            "metadata_version": found.metadata_version,
+            "conflict": found.conflict,
+        }
+        for name in facts.UPSTREAMS
+        if (found := facts.locate(name)) is not None
+    ]
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "ultra_patches": ultra_patches.__version__,
+        "python": platform.python_version(),
+        "pid": os.getpid(),
+        "upstreams": upstreams,
+    }
+
+
+def _status(as_json: bool) -> int:
+    import ultra_patches
+    from ultra_patches.gate import BAD
+
+    rows = ultra_patches.status()
+    envelope = _envelope("status")
+    conflicts = [upstream["conflict"] for upstream in envelope["upstreams"] if upstream["conflict"]]
+    if as_json:
+        print(json.dumps({**envelope, "patches": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        from ultra_patches import tables
+
+        tables.status(rows, envelope["upstreams"])
+        for text in conflicts:
+            print(f"ultra-patches: {text}", file=sys.stderr)
+    return 1 if any(row.state in BAD for row in rows) else 0
+
+
+def _explain(patch_id: str) -> int:
+    from ultra_patches import tables
+    from ultra_patches.ledger import entries
+
+    tables.explain(entries[patch_id].patch)
+    return 0
+
+
+def _verify(ids: list[str], as_json: bool) -> int:
+    from ultra_patches import tables
+    from ultra_patches.ledger import entries
+    from ultra_patches.verify import FAILURES, verify
+
+    patches = [entry.patch for patch_id, entry in sorted(entries.items()) if not ids or patch_id in ids]
+    if as_json:
+        rows = list(verify(patches))
+        print(json.dumps({**_envelope("verify"), "patches": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        rows = tables.verify(patches, verify)
+    return 1 if any(row.verdict in FAILURES for row in rows) else 0

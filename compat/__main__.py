@@ -1,4 +1,4 @@
-"""`python -m compat scan | run`: the compatibility matrix."""
+"""`python -m compat scan | run | pages`: the compatibility matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, results, scan
+from compat import fetch, live, matrix, pages, results, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "lock.json"
 
@@ -25,8 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     running.add_argument("--cell", action="append", default=[], metavar="NAME", help="for instance vllm-0.22.1")
     running.add_argument("--upstream", action="append", default=[], help="all cells of one upstream")
     running.add_argument("--again", action="store_true", help="also where a result of this patch set is kept")
+    paging = commands.add_parser("pages", help="the tables made of declarations and results")
+    paging.add_argument("--write", action="store_true", help="write PATCHES.md")
     args = parser.parse_args(argv)
     try:
+        if args.command == "pages":
+            return _pages(args.write)
         return _scan(args.write) if args.command == "scan" else _run(args.cell, args.upstream, args.again)
     except (fetch.FetchError, results.ResultError) as error:
         print(f"compat: {error}", file=sys.stderr)
@@ -57,6 +61,16 @@ def _scan(write: bool) -> int:
     return 0 if text == current else 1
 
 
+def _pages(write: bool) -> int:
+    text = pages.patches_md()
+    if write:
+        pages.PATCHES_MD.write_text(text, encoding="utf-8")
+        return 0
+    current = pages.PATCHES_MD.exists() and pages.PATCHES_MD.read_text(encoding="utf-8") == text
+    print(f"{pages.PATCHES_MD.name} is {'current' if current else 'old: run with --write'}")
+    return 0 if current else 1
+
+
 def _run(names: list[str], upstreams: list[str], again: bool) -> int:
     supported = matrix.read()
     cells = [matrix.Cell(s.name, r) for s in supported.values() for r in s.releases if r not in s.not_live]
@@ -65,7 +79,9 @@ def _run(names: list[str], upstreams: list[str], again: bool) -> int:
     if unknown:
         from ultra_patches.settings import nearest
 
-        print(f"compat: no cell is called {unknown[0]!r} ({nearest(unknown[0], [*known, *supported])})", file=sys.stderr)
+        print(
+            f"compat: no cell is called {unknown[0]!r} ({nearest(unknown[0], [*known, *supported])})", file=sys.stderr
+        )
         return 2
     chosen = [c for c in cells if (not names and not upstreams) or c.name in names or c.upstream in upstreams]
     digest = results.patch_set_digest()

@@ -61,9 +61,12 @@ def package(project: str, release: str, kind: str) -> DistributionPackage:
 
 
 def _fits(filename: str) -> bool:
-    return not filename.endswith(".whl") or "none-any" in filename or "abi3-manylinux" in filename and (
-        "x86_64" in filename
-    ) or ("cp312" in filename and "x86_64" in filename)
+    return (
+        not filename.endswith(".whl")
+        or "none-any" in filename
+        or ("abi3-manylinux" in filename and ("x86_64" in filename))
+        or ("cp312" in filename and "x86_64" in filename)
+    )
 
 
 def tree(project: str, release: str) -> Path:
@@ -82,7 +85,9 @@ def tree(project: str, release: str) -> Path:
             _pretend_cpu_build(project, release, staging)
         else:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                archive.extractall(staging, [n for n in archive.namelist() if not n.endswith(".so")])
+                for name in archive.namelist():
+                    if not name.endswith(".so"):
+                        archive.extract(name, staging)
         staging.chmod(0o755)
         staging.replace(folder)
     except OSError as error:
@@ -98,11 +103,15 @@ def _download(found: DistributionPackage) -> bytes:
         response = requests.get(found.url, timeout=300)
         response.raise_for_status()
     except requests.RequestException as error:
-        raise FetchError(f"{found.filename} cannot be downloaded ({type(error).__name__}): check the network") from error
+        raise FetchError(
+            f"{found.filename} cannot be downloaded ({type(error).__name__}): check the network"
+        ) from error
     digest = hashlib.sha256(response.content).hexdigest()
     wanted = found.digests.get("sha256", digest)
     if digest != wanted:
-        raise FetchError(f"{found.filename} arrived with SHA-256 {digest[:12]}…, the index says {wanted[:12]}…: fetch it again")
+        raise FetchError(
+            f"{found.filename} arrived with SHA-256 {digest[:12]}…, the index says {wanted[:12]}…: fetch it again"
+        )
     return response.content
 
 
@@ -119,7 +128,9 @@ def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
     """vLLM decides by the version of its metadata whether it runs on CPU, and sources have none."""
     info = target / f"{project}-{release}+cpu.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {release}+cpu\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project}\nVersion: {release}+cpu\n", encoding="utf-8"
+    )
 
 
 def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | None]:

@@ -34,8 +34,8 @@ def run(cell: Cell, supported: Supported) -> results.Result:
             without = run_probe(patch, patched=False, environ=environ)
             with_patch = run_probe(patch, patched=True, environ=environ)
             verdict, note = judge(without, with_patch, path.partition(":")[0])
-            if with_patch.state == "drifted" and "ModuleNotFoundError" in without.detail:
-                verdict, note = "not needed", "the release has no such module"
+            if without.verdict == "absent":  # the lock learns it from here
+                verdict, note = "not needed", without.detail
             rows = {"without": _plain(without), "with": _plain(with_patch), "verdict": verdict, "note": note}
             patches[patch.id] = rows
     return results.Result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -31,7 +32,8 @@ def scan(progress: Callable[[str], None] = lambda _: None) -> Scan:
         keys = sorted({key for patch in matrix.patches_of(name) for key in matrix.keys_of(patch)})
         paths = sorted({matrix.file_of(key.partition(":")[0]) for key in keys})
         with ThreadPoolExecutor(4) as pool:
-            texts = dict(zip(supported.releases, pool.map(lambda r: _read(name, r, paths), supported.releases), strict=True))
+            read = functools.partial(_read, name, paths)
+            texts = dict(zip(supported.releases, pool.map(read, supported.releases), strict=True))
         functions: dict[str, dict[str, list[str]]] = {key: {} for key in keys}
         signatures: dict[str, str] = {}
         for release in supported.releases:
@@ -56,7 +58,7 @@ def scan(progress: Callable[[str], None] = lambda _: None) -> Scan:
     return found
 
 
-def _read(name: str, release: str, paths: list[str]) -> dict[str, str | None] | str:
+def _read(name: str, paths: list[str], release: str) -> dict[str, str | None] | str:
     try:
         return fetch.files(name, release, paths)
     except fetch.FetchError as error:
@@ -78,7 +80,7 @@ def lock(found: Scan) -> dict[str, Any]:
                 for release in supported.releases
             }
             measured = {
-                release: UNAFFECTED if cell.patches[patch.id]["without"]["verdict"] == "clean" else AFFECTED
+                release: UNAFFECTED if cell.patches[patch.id]["without"]["verdict"] in ("clean", "absent") else AFFECTED
                 for release, cell in cells.items()
                 if cell is not None and cell.patches.get(patch.id, {}).get("verdict") in results.DECIDED
             }
@@ -86,13 +88,10 @@ def lock(found: Scan) -> dict[str, Any]:
             for release, verdict in measured.items():
                 by_mark.setdefault(marks[release], set()).add(verdict)
             for release in supported.releases:
-                absent = all(not any(t) for t in _variants(found, name, patch, release))
                 same = by_mark.get(marks[release], set())
-                verdict = measured.get(release) or (next(iter(same)) if len(same) == 1 else None)
-                if verdict is None and absent:
-                    verdict = UNAFFECTED
-                if verdict is not None:
-                    verdicts.setdefault(patch.id, {})[release] = verdict
+                decided = measured.get(release) or (next(iter(same)) if len(same) == 1 else None)
+                if decided is not None:
+                    verdicts.setdefault(patch.id, {})[release] = decided
     return {
         "format": 1,
         "functions": found.functions,
@@ -104,11 +103,6 @@ def lock(found: Scan) -> dict[str, Any]:
 
 def _digest(found: Scan, name: str, key: str, release: str) -> str:
     return next((d for d, releases in found.functions[name][key].items() if release in releases), "")
-
-
-def _variants(found: Scan, name: str, patch: Any, release: str) -> list[list[bool]]:
-    """For each variant, whether all of its targets exist in a release: `[[]]`-free, so that `any` reads as intended."""
-    return [[all(_digest(found, name, t.key, release) for t in v.targets)] for v in patch.variants]
 
 
 def dump(data: dict[str, Any]) -> str:

@@ -98,9 +98,11 @@ def _code_on_disk(module: ModuleType, name: str) -> CodeType | None:
     except (ImportError, OSError, SyntaxError):
         return None
     for part in name.split("."):
-        code = next(
-            (c for c in reversed(code.co_consts) if isinstance(c, CodeType) and c.co_name == part), None
-        ) if code else None
+        code = (
+            next((c for c in reversed(code.co_consts) if isinstance(c, CodeType) and c.co_name == part), None)
+            if code
+            else None
+        )
     return code if isinstance(code, CodeType) else None
 
 

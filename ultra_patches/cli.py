@@ -52,7 +52,9 @@ def _unknown(ids: list[str]) -> str | None:
     from ultra_patches.ledger import entries
     from ultra_patches.settings import nearest
 
-    return next((f"no patch is called {word!r} ({nearest(word, entries)})" for word in ids if word not in entries), None)
+    return next(
+        (f"no patch is called {word!r} ({nearest(word, entries)})" for word in ids if word not in entries), None
+    )
 
 
 def _envelope(kind: str) -> dict[str, Any]:

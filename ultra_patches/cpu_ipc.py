@@ -25,18 +25,18 @@ class CpuIpc:
     def install(self, *modules: Any) -> None:
         """Replace what touches CUDA in torch and in the given vLLM modules. The process is not of use afterwards."""
         import torch
-        import torch.multiprocessing.reductions as reductions
+        from torch.multiprocessing import reductions
 
         def nothing(*_: Any, **__: Any) -> None:
             return None
 
-        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=f"GPU-{self.gpu}")  # type: ignore[assignment,misc,return-value]
+        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid=f"GPU-{self.gpu}")
         torch.accelerator.current_device_index = lambda: self.gpu
         torch.cuda.current_device = lambda: self.gpu
         torch.cuda.synchronize = torch.cuda.ipc_collect = torch.accelerator.synchronize = nothing
         stream = SimpleNamespace(synchronize=nothing)
-        torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,return-value]
-        torch.accelerator.current_stream = lambda *_: stream  # type: ignore[assignment,return-value]
+        torch.cuda.current_stream = lambda *_: stream
+        torch.accelerator.current_stream = lambda *_: stream
         torch.empty = self._shared_on_cuda(torch.empty)
         for module in (reductions, *modules):
             if hasattr(module, "reduce_tensor"):

@@ -94,7 +94,7 @@ def _distribution(name: str, root: Path) -> metadata.Distribution | None:
     """The distribution beside the package if there are several of one name, else the first on the path."""
     found = list(metadata.distributions(name=name))
     beside = [d for d in found if root.is_relative_to(Path(str(d.locate_file(""))).resolve())]
-    return (beside or found or [None])[0]
+    return next(iter(beside or found), None)
 
 
 def _stated_version(path: Path) -> str | None:

@@ -66,8 +66,7 @@ def signature(function: Function) -> str:
     elif given.kwonlyargs:
         parts.append("*")
     parts += [
-        a.arg + ("" if default is None else "=")
-        for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        a.arg + ("" if default is None else "=") for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
     ]
     if given.kwarg:
         parts.append("**" + given.kwarg.arg)

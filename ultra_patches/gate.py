@@ -99,9 +99,7 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
     return _guarded(evidence, _unknown(patch, evidence, lock, upstream, variant))
 
 
-def _unknown(
-    patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, variant: Variant | None
-) -> Decision:
+def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, variant: Variant | None) -> Decision:
     here = f"{upstream.name} {upstream.version or 'of unknown version'}"
     if variant is None:
         gone = ", ".join(t.key for v in patch.variants for t in v.targets if t.key not in evidence.sources)
@@ -126,7 +124,9 @@ def _unknown(
     if evidence.remembered is Verdict.DEFECT:
         return Decision(Action.APPLY, State.ARMED, f"verify saw the defect on this source of {here}", variant)
     if patch.probe_after:
-        return Decision(Action.PROBE, State.ARMED, f"source of {here} is in no known release: probed on import", variant)
+        return Decision(
+            Action.PROBE, State.ARMED, f"source of {here} is in no known release: probed on import", variant
+        )
     return Decision(
         Action.NOTHING,
         State.DRIFTED,

@@ -97,17 +97,23 @@ def _undo(entry: Entry) -> None:
 
 def _executed(module: ModuleType, late: bool) -> None:
     chosen = settings.read(entries)
-    for entry in entries.values():
-        if module.__name__ not in entry.patch.modules or entry.state is State.REVERTED:
-            continue
+    concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
+    decisions = [(entry, decision_for(entry.patch, chosen)) for entry in concerned]
+    # Probes last: they must not run the functions of another patch that is half set.
+    for entry, decision in sorted(decisions, key=lambda pair: pair[1].action is Action.PROBE):
         try:
-            _advance(entry, module, late, chosen)
+            _advance(entry, decision, module, late)
         except apply.ForeignCodeError as error:
             _undo(entry)
             entry.record(State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours")
         except Exception as error:  # whatever went wrong must not end the user's import
             _undo(entry)
             entry.record(State.FAILED, f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`")
+    for entry in concerned:
+        blocked = _blocked(entry.patch, chosen) if entry.applied else None
+        if blocked is not None:
+            _undo(entry)
+            entry.record(*blocked)
         if entry.state in BAD:
             _complain(f"{entry.patch.id} is {entry.state.value}: {entry.reason}", chosen)
 
@@ -124,14 +130,14 @@ def _behaviour(patch: Patch) -> str:
     return f" ({said} the probe: {finding.detail})"
 
 
-def _advance(entry: Entry, module: ModuleType, late: bool, chosen: settings.Settings) -> None:
-    decision = decision_for(entry.patch, chosen)
+def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -> None:
     entry.variant = decision.variant
     if decision.variant is None:
         entry.record(decision.state, decision.reason)
         return
     targets = decision.variant.targets
-    if decision.action is Action.PROBE:
+    # What is set already stays decided: a probe would now run our own functions.
+    if decision.action is Action.PROBE and not entry.applied:
         if any(name not in sys.modules for name in (*entry.patch.probe_after, *(t.module for t in targets))):
             return
         finding = entry.patch.probe()
@@ -183,7 +189,7 @@ def _blocked(patch: Patch, chosen: settings.Settings) -> tuple[State, str] | Non
 
 
 def _upstream(name: str) -> Upstream | None:
-    package = name.split("-")[0]
+    package = name.split("-", maxsplit=1)[0]
     return _located(name, package in sys.modules, tuple(sys.path))
 
 
@@ -211,7 +217,9 @@ def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
         shown.record(decision.state, decision.reason)
         if entry.applied and decision.variant is not None:
             waiting = [t.module for t in decision.variant.targets if t.key not in entry.applied]
-            shown.reason = f"{len(entry.applied)} of {len(decision.variant.targets)} targets set, waiting for {waiting[0]}"
+            shown.reason = (
+                f"{len(entry.applied)} of {len(decision.variant.targets)} targets set, waiting for {waiting[0]}"
+            )
     elif entry.state in (State.APPLIED, State.APPLIED_LATE):
         for applied in entry.applied.values():
             replaced = _replaced_since(applied)

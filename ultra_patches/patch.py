@@ -23,6 +23,8 @@ class Verdict(str, Enum):
     DEFECT = "defect"
     CLEAN = "clean"
     INCONCLUSIVE = "inconclusive"
+    #: The installed code has none of the functions, so the probe did not run.
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def main(patch_id: str) -> int:
             module = importlib.import_module(target.module)
             files[target.module] = module.__file__
         imported = time.perf_counter()
-        finding = patch.probe()
+        finding = patch.probe() if variant else Finding(Verdict.ABSENT, "the upstream has none of the functions")
     except Exception as error:  # noqa: BLE001 # every way to fail is an answer here
         imported = time.perf_counter()
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -39,7 +39,7 @@ def main(patch_id: str) -> int:
         where = f"{last.filename}:{last.lineno}"
         finding = Finding(Verdict.INCONCLUSIVE, f"{type(error).__name__}: {text} ({where})")
     note = None
-    if finding.verdict is not Verdict.INCONCLUSIVE and settings.read([patch_id]).mode == "off":
+    if finding.verdict in (Verdict.DEFECT, Verdict.CLEAN) and settings.read([patch_id]).mode == "off":
         # Where the gate knows these sources it does not ask; elsewhere this is what it waits for.
         note = verdicts.keep(patch, sources_of(patch), finding.verdict)
     row = next(row for row in ultra_patches.status() if row.id == patch_id)

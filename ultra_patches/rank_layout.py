@@ -35,7 +35,12 @@ class Layout:
 
     def digest(self) -> str:
         """Equal exactly where the layouts are."""
-        data = [list(self.names), list(self.dtype_names), [list(s) for s in self.shapes], self.sizes and list(self.sizes)]
+        data = [
+            list(self.names),
+            list(self.dtype_names),
+            [list(s) for s in self.shapes],
+            self.sizes and list(self.sizes),
+        ]
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
@@ -59,10 +64,7 @@ def upstream_handles(parts: Sequence[Part], packed: bool) -> Any:
     """Handles keyed by GPU as upstream merges them: one dict where packed, one a parameter where not."""
     if packed:
         return {part.gpu: part.handles for part in parts}
-    return [
-        {part.gpu: part.handles[index] for part in parts}
-        for index in range(len(parts[0].handles))
-    ]
+    return [{part.gpu: part.handles[index] for part in parts} for index in range(len(parts[0].handles))]
 
 
 def message(parts: Sequence[Part], layouts: Mapping[str, Layout], packed: bool) -> dict[str, Any]:

@@ -9,7 +9,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ultra_patches.rank_layout import Layout, Part, Selected, agree, carries_layouts, check, message, select, upstream_handles
+from ultra_patches.rank_layout import (
+    Layout,
+    Part,
+    Selected,
+    agree,
+    carries_layouts,
+    check,
+    message,
+    select,
+    upstream_handles,
+)
 
 #: Sends one message: names, dtype_names, shapes, ipc_handles and, where packed, tensor_sizes.
 Send = Callable[..., None]
@@ -19,10 +29,12 @@ def several_ranks() -> bool:
     """Whether upstream would gather handles: a process group of more than one rank exists."""
     import torch.distributed as dist
 
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
-def send_unpacked(items: Iterable[tuple[str, Any]], gpu: str, sender: bool, reduce: Callable[[Any], Any], send: Send) -> list[Any]:
+def send_unpacked(
+    items: Iterable[tuple[str, Any]], gpu: str, sender: bool, reduce: Callable[[Any], Any], send: Send
+) -> list[Any]:
     """Every rank hands over all its tensors in one message; returns the tensors, which must outlive the transfer.
 
     `items` are (name, tensor of any shape and dtype on this rank's GPU); `reduce` gives a tensor's IPC handle.
@@ -36,7 +48,9 @@ def send_unpacked(items: Iterable[tuple[str, Any]], gpu: str, sender: bool, redu
             names.append((name, tensor))
             weights.append(tensor.detach().contiguous())
             handles.append(reduce(weights[-1]))
-        given = Layout([n for n, _ in names], [_dtype_name(t) for _, t in names], [list(t.shape) for _, t in names], None)
+        given = Layout(
+            [n for n, _ in names], [_dtype_name(t) for _, t in names], [list(t.shape) for _, t in names], None
+        )
         return given, handles
 
     error: str | None = None
@@ -70,7 +84,9 @@ def send_packed(chunks: Iterator[Any], gpu: str, sender: bool, send: Send, after
             after()
 
 
-def _exchange(gpu: str, layout: Layout, handles: Any, error: str | None, sender: bool, send: Send, *, packed: bool) -> bool:
+def _exchange(
+    gpu: str, layout: Layout, handles: Any, error: str | None, sender: bool, send: Send, *, packed: bool
+) -> bool:
     """Gather every rank's part and send one message; True where no rank has anything left.
 
     Raises RuntimeError on every rank where one of them failed to make its part or to send.
@@ -195,4 +211,4 @@ def _buffer_bytes(arguments: tuple[Any, ...]) -> int:
     """Size of the shared buffer by the arguments of torch's `rebuild_cuda_tensor`: (class, size, stride, offset, …, dtype, …)."""
     import math
 
-    return math.prod(arguments[1]) * int(arguments[5].itemsize)
+    return int(math.prod(arguments[1]) * arguments[5].itemsize)

@@ -56,7 +56,9 @@ def warn_if_rounded(name: str, bias: torch.Tensor) -> bool:
         rounded = bool(values.count_nonzero())
     else:
         # Values that all survive a round trip have been through it: 512 trained values do not by chance.
-        low = next((d for d in (torch.bfloat16, torch.float16) if torch.equal(values.to(d).to(values.dtype), values)), None)
+        low = next(
+            (d for d in (torch.bfloat16, torch.float16) if torch.equal(values.to(d).to(values.dtype), values)), None
+        )
         stored = f"{str(values.dtype).removeprefix('torch.')} with values of {str(low).removeprefix('torch.')}"
         rounded = low is not None and bool(values.count_nonzero())
     if rounded:
@@ -82,9 +84,7 @@ def check_router_biases(names: Iterable[str], *, required: bool | None = None) -
     routers = {
         name.rpartition(".")[0]
         for name in given
-        if name.endswith(".weight")
-        and name.split(".")[-2] in _ROUTERS
-        and name.rsplit(".", 2)[0] in experts
+        if name.endswith(".weight") and name.split(".")[-2] in _ROUTERS and name.rsplit(".", 2)[0] in experts
     }
     biased = {name for name in given if is_router_bias(name)}
     if not (biased if required is None else required):

@@ -19,7 +19,7 @@ from ultra_patches.patch import Patch, Verdict
 
 def cache_file() -> Path:
     """`$XDG_CACHE_HOME/ultra-patches/verdicts.json`, under `~/.cache` by default."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache").expanduser()
     return Path(base, "ultra-patches", "verdicts.json")
 
 

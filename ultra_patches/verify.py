@@ -14,7 +14,7 @@ from ultra_patches import facts
 from ultra_patches.patch import Patch, Verdict
 
 #: Verdicts of a row that make `verify` fail.
-FAILURES = frozenset({"NOT CORRECTED", "MISJUDGED", "WRONG CODE"})
+FAILURES = frozenset({"NOT CORRECTED", "MISJUDGED", "WRONG CODE", "DRIFTED"})
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ def judge(without: Run, with_patch: Run, root: str) -> tuple[str, str]:
     foreign = [f for run in (without, with_patch) for f in run.files.values() if f and not f.startswith(top)]
     if foreign:
         return "WRONG CODE", f"the probe ran {foreign[0]}, not the upstream at {root}: check PYTHONPATH"
+    if without.verdict == "absent":
+        gone = with_patch.state == "not-needed"
+        return ("not needed" if gone else "DRIFTED"), with_patch.reason
     seen = (without.verdict, with_patch.verdict)
     applied = with_patch.state in ("applied", "applied-late")
     if "inconclusive" in seen:

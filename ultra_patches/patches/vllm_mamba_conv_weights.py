@@ -44,9 +44,9 @@ def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[
         for name in module.get_layer_tensors(layer):
             if name not in skipped and (loadable or name not in aliases):
                 delattr(layer, name)
-        for name, parameter in parameters.items():
+        for name, meta in parameters.items():
             if name not in skipped:
-                layer.register_parameter(name, module.restore_layer_refs(parameter, layer))
+                layer.register_parameter(name, module.restore_layer_refs(meta, layer))
         for name, buffer in buffers.items():
             if name not in skipped and name not in aliases:
                 persistent = name not in info.ultra_non_persistent
@@ -61,8 +61,8 @@ def build_place(original: Callable[..., Any], module: ModuleType) -> Callable[..
         parameters, buffers = info.kernel_tensors
         for name in module.get_layer_tensors(layer):
             delattr(layer, name)
-        for name, parameter in parameters.items():
-            layer.register_parameter(name, parameter)
+        for name, kernel in parameters.items():
+            layer.register_parameter(name, kernel)
         for name, buffer in {**buffers, **getattr(info, "ultra_aliases", {})}.items():
             layer.register_buffer(name, buffer, persistent=name not in non_persistent)
         info.ultra_aliases = {}

@@ -1,0 +1,48 @@
+# `make demo` and `make test` start from nothing but Python 3.12 and make; both can be repeated.
+VENV := .venv
+BIN := $(VENV)/bin
+# The shim of pyenv answers to the name without having the version, so each candidate is run.
+PYTHON312 ?= $(shell for p in python3.12 "$$(uv python find 3.12 2>/dev/null)" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do \
+	"$$p" -c 'import sys; assert sys.version_info[:2] == (3, 12)' 2>/dev/null && echo "$$p" && break; done)
+STACK := $(VENV)/.stack-$(shell cksum pyproject.toml | cut -d' ' -f1)
+
+.PHONY: demo test check bench matrix clean
+
+demo: $(STACK)
+	@echo "== Which patches are needed here"
+	$(BIN)/ultra-patches status
+	@echo "== Each defect on the installed upstream, without and with its patch"
+	$(BIN)/ultra-patches verify
+	@echo "== A real vLLM engine takes new weights and gives them back"
+	$(BIN)/python examples/weight_update_session.py
+
+test: $(STACK)
+	$(BIN)/python -m pytest
+
+check: $(STACK)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STACK)
+	$(BIN)/python -m pytest tests/bench
+
+# Fingerprints of every release, then every probe on every release.
+matrix: $(STACK)
+	$(BIN)/python -m compat scan
+	$(BIN)/python -m compat run
+
+$(STACK): pyproject.toml
+	@test -n "$(PYTHON312)" || { echo "No Python 3.12 on PATH, with uv or under pyenv: install one, or say make PYTHON312=/path/to/python3.12"; exit 1; }
+	@echo "== Setting up $(VENV) with $(PYTHON312)"
+	test -x $(BIN)/python || "$(PYTHON312)" -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --disable-pip-version-check --quiet uv
+	$(BIN)/uv pip install --python $(BIN)/python --group stack --group dev --editable .
+	@# Megatron's own requirements name GPU packages that do not build here, and its modules do without.
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --group megatron
+	@rm -f $(VENV)/.stack-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

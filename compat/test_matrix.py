@@ -1,0 +1,83 @@
+"""The matrix as tests: what is recorded agrees with what is declared, and the tables are made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from compat import fetch, matrix, pages, results, scan
+from tests.support import releases
+from ultra_patches import facts, lock
+from ultra_patches.patch import Patch
+
+ALL = [patch for name in matrix.read() for patch in matrix.patches_of(name)]
+LOCK = Path(lock.__file__).with_name("lock.json")
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda p: p.id)
+def test_declared_range_is_the_measured_one(patch: Patch) -> None:
+    verdicts = lock.load().verdicts[patch.id]
+    declared = SpecifierSet(patch.affected)
+    assert set(verdicts) == set(matrix.read()[patch.upstream].releases), "every release has a verdict"
+    for release, verdict in verdicts.items():
+        assert declared.contains(release, prereleases=True) is (verdict == lock.AFFECTED), release
+
+
+@pytest.mark.parametrize("patch", ALL, ids=lambda p: p.id)
+def test_fixed_in_is_the_first_release_without_the_defect(patch: Patch) -> None:
+    verdicts = lock.load().verdicts[patch.id]
+    order = matrix.read()[patch.upstream].releases
+    affected = [i for i, release in enumerate(order) if verdicts[release] == lock.AFFECTED]
+    after = order[affected[-1] + 1] if affected[-1] + 1 < len(order) else None
+    assert patch.fixed_in == after
+
+
+def cells() -> list[matrix.Cell]:
+    return [matrix.Cell(s.name, r) for s in matrix.read().values() for r in s.releases if r not in s.not_live]
+
+
+@pytest.mark.parametrize("cell", cells(), ids=lambda c: c.name)
+def test_every_live_cell_was_run_with_this_patch_set_and_decided(cell: matrix.Cell) -> None:
+    result = results.load(cell)
+    assert result is not None, f"run `python -m compat run --cell {cell.name}`"
+    assert result.patch_set == results.patch_set_digest(), f"run `python -m compat run --cell {cell.name}`"
+    assert {p.id for p in matrix.patches_of(cell.upstream)} == set(result.patches)
+    for patch_id, row in result.patches.items():
+        assert row["verdict"] in results.DECIDED, (patch_id, row)
+        if row["verdict"] == "corrected":
+            assert (row["without"]["verdict"], row["with"]["verdict"]) == ("defect", "clean")
+            assert row["with"]["state"] in ("applied", "applied-late")
+            assert row["without"]["seconds"] < 10, "a probe is quick"
+
+
+@pytest.mark.upstream
+def test_lock_is_what_the_releases_say() -> None:
+    try:
+        found = scan.scan()
+    except fetch.FetchError as error:
+        pytest.skip(str(error))
+    assert found.failures == []
+    assert scan.dump(scan.lock(found)) == LOCK.read_text(encoding="utf-8"), "run `python -m compat scan --write`"
+
+
+def test_patches_md_is_current() -> None:
+    current = pages.PATCHES_MD.read_text(encoding="utf-8")
+    assert current == pages.patches_md(), "run `python -m compat pages --write`"
+
+
+@pytest.mark.upstream
+def test_the_cpu_build_has_the_files_of_the_official_release() -> None:
+    upstream = facts.locate("vllm")
+    assert upstream is not None
+    assert upstream.version is not None
+    releases.tree("vllm", upstream.version)
+    modules = {key.partition(":")[0] for p in matrix.patches_of("vllm") for key in matrix.keys_of(p)}
+    locked = json.loads(LOCK.read_text(encoding="utf-8"))["files"]["vllm"][upstream.version]
+    for module in modules:
+        path = upstream.path_of(module)
+        assert path is not None, module
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == locked[matrix.file_of(module)], module

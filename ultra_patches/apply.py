@@ -81,7 +81,9 @@ def describe(function: Any) -> str:
     kind = type(function)
     code = getattr(function, "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else "no source"
-    shown = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')} ({where})"
+    # functools.wraps copies __module__; the globals stay those of whoever wrote the function.
+    module = function.__globals__.get("__name__") if kind is FunctionType else getattr(function, "__module__", "?")
+    shown = f"{module}.{getattr(function, '__qualname__', '?')} ({where})"
     wrapper = getattr(function, "_self_wrapper", None)
     if wrapper is not None:
         return f"a {kind.__module__}.{kind.__qualname__} that calls {describe(wrapper)}"
@@ -109,7 +111,7 @@ def _code_on_disk(module: ModuleType, name: str) -> CodeType | None:
 def apply(patch_id: str, module: ModuleType, target: Target, *, decorated: bool, late: bool) -> Applied:
     """Set a target and read it back. Raises ForeignCodeError, or RuntimeError where the read-back fails."""
     place = resolve(module, target.name)
-    previous = getattr(place.function, MARK, None)
+    previous = owner_of(place.function)
     if previous == patch_id:
         return Applied(target, place.function.__wrapped__, place.function, 0)
     if previous is None:
@@ -117,39 +119,66 @@ def apply(patch_id: str, module: ModuleType, target: Target, *, decorated: bool,
     original = place.function
     replacement = target.build(original, module)
     functools.update_wrapper(replacement, original)
-    setattr(replacement, MARK, patch_id)
+    setattr(replacement, MARK, (patch_id, id(replacement)))
     setattr(place.owner, place.attribute, place.wrapped(replacement))
-    rebound = rebind(original, replacement) if late else 0
+    rebound = rebind(original, replacement, _since(module, late))
     if resolve(module, target.name).function is not replacement:
         raise RuntimeError(f"{target.key} was set, but reading it back gives another function")
     return Applied(target, original, replacement, rebound)
+
+
+def owner_of(function: Any) -> str | None:
+    """The patch that set exactly this function; a wrapper around ours carries our mark but is not ours."""
+    patch_id, identity = getattr(function, MARK, (None, None))
+    return patch_id if identity == id(function) else None
+
+
+def replaced_since(applied: Applied) -> str | None:
+    """What stands in the place of ours now, None where it is ours or another patch's over ours."""
+    module = sys.modules.get(applied.target.module)
+    if module is None:
+        return None
+    try:
+        live = resolve(module, applied.target.name).function
+    except AttributeError as error:
+        return str(error)
+    while live is not applied.replacement and owner_of(live) is not None:
+        live = live.__wrapped__
+    return None if live is applied.replacement else f"{applied.target.key} is now {describe(live)}"
 
 
 def revert(applied: Applied) -> None:
     """Put the original back wherever ours is bound. Raises RuntimeError where someone has replaced ours since."""
     module = sys.modules.get(applied.target.module)
     if module is not None:
+        replaced = replaced_since(applied)
+        if replaced is not None:
+            raise RuntimeError(f"{replaced}: revert that first, then this patch")
         place = resolve(module, applied.target.name)
-        if place.function is not applied.replacement:
-            raise RuntimeError(
-                f"{applied.target.key} is now {describe(place.function)}: revert that first, then this patch"
-            )
         setattr(place.owner, place.attribute, place.wrapped(applied.original))
     rebind(applied.replacement, applied.original)
 
 
-def rebind(old: object, new: object) -> int:
+def _since(module: ModuleType, late: bool) -> list[Any]:
+    """The modules that may hold the original: all where late, else those imported while the target was executed."""
+    names = list(sys.modules)
+    if late or module.__name__ not in names:
+        return list(sys.modules.values())
+    return [sys.modules[name] for name in names[names.index(module.__name__) :]]
+
+
+def rebind(old: object, new: object, modules: list[Any] | None = None) -> int:
     """Replace every binding of `old` in the namespaces of loaded modules and of the classes they hold; count them."""
     count = 0
-    for namespace, key in list(_bindings(old)):
+    for namespace, key in list(_bindings(old, list(sys.modules.values()) if modules is None else modules)):
         setattr(namespace, key, new)
         count += 1
     return count
 
 
-def _bindings(function: object) -> Iterator[tuple[Any, str]]:
+def _bindings(function: object, modules: list[Any]) -> Iterator[tuple[Any, str]]:
     package = str(getattr(function, "__module__", "")).partition(".")[0]
-    for module in list(sys.modules.values()):
+    for module in modules:
         if not isinstance(module, ModuleType):
             continue
         # Classes are searched only where the upstream's own live: everyone else binds at module level.
@@ -157,7 +186,7 @@ def _bindings(function: object) -> Iterator[tuple[Any, str]]:
         for key, value in list(vars(module).items()):
             if value is function:
                 yield module, key
-            elif own and type(value) is type and value.__module__ == module.__name__:
+            elif own and issubclass(type(value), type) and value.__module__ == module.__name__:
                 for name, member in list(vars(value).items()):
                     if member is function:
                         yield value, name

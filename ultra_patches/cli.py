@@ -13,6 +13,17 @@ SCHEMA = 1
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns 0, 1 where a needed correction is not in force, 2 for input that means nothing."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); without this Python complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
     import ultra_patches
 
     parser = argparse.ArgumentParser(prog="ultra-patches", description=(ultra_patches.__doc__ or "").splitlines()[0])

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from importlib import metadata
 
+from ultra_patches.facts import field_of
 from ultra_patches.patch import Patch
 
 GROUP = "ultra_patches.patches"
@@ -19,10 +20,10 @@ def patches() -> tuple[dict[str, Patch], list[str]]:
     found: dict[str, Patch] = {}
     complaints: list[str] = []
     for point in metadata.entry_points(group=GROUP):
-        owner = point.dist.name if point.dist else "?"
+        owner = field_of(point.dist, "Name") or "?"
         try:
             patch = point.load()
-        except Exception as error:  # a broken plug-in must not take the others with it
+        except (Exception, SystemExit) as error:  # a broken plug-in must not take the others with it
             complaints.append(f"patch {point.name!r} of {owner} cannot be read ({error!r}): update or remove {owner}")
             continue
         _add(found, complaints, patch, f"{point.name!r} of {owner}")

@@ -52,7 +52,7 @@ class Upstream:
         """The file of a module in the tree that holds this package, None where there is none."""
         # megatron-core also carries megatron.training, so the path starts at the top-level package.
         base = self.root.parents[self.package.count(".")].joinpath(*module.split("."))
-        for candidate in (base.with_name(base.name + ".py"), base / "__init__.py"):
+        for candidate in (base / "__init__.py", base.with_name(base.name + ".py")):
             if candidate.is_file():
                 return candidate
         return None
@@ -64,10 +64,11 @@ def locate(name: str) -> Upstream | None:
     root = _package_root(package)
     if root is None:
         return None
-    distribution = next((found for d in distributions if (found := _distribution(d, root))), None)
-    claimed = distribution.version if distribution else None
+    distribution = _distribution(distributions, root)
+    claimed = field_of(distribution, "Version")
+    claimant = field_of(distribution, "Name")
     version = _stated_version(root / version_file) or claimed
-    return Upstream(name, package, root, version, distribution.name if distribution else None, claimed)
+    return Upstream(name, package, root, version, claimant, claimed)
 
 
 def _package_root(package: str) -> Path | None:
@@ -90,18 +91,24 @@ def _search_path(top: str) -> list[str]:
     return list(spec.submodule_search_locations or []) if spec else []
 
 
-def _distribution(name: str, root: Path) -> metadata.Distribution | None:
-    """The distribution beside the package if there are several of one name, else the first on the path."""
-    found = list(metadata.distributions(name=name))
-    beside = [d for d in found if root.is_relative_to(Path(str(d.locate_file(""))).resolve())]
+def field_of(distribution: metadata.Distribution | None, field: str) -> str | None:
+    """A field of the metadata. Indexing warns, and raises under -W error, where the METADATA file is missing."""
+    return distribution.metadata[field] if distribution and field in distribution.metadata else None
+
+
+def _distribution(names: tuple[str, ...], root: Path) -> metadata.Distribution | None:
+    """The distribution beside the package, whichever of the names it has, else the first on the path."""
+    found = [d for name in names for d in metadata.distributions(name=name)]
+    real = root.resolve()
+    beside = [d for d in found if real.is_relative_to(Path(str(d.locate_file(""))).resolve())]
     return next(iter(beside or found), None)
 
 
 def _stated_version(path: Path) -> str | None:
     """Read `version`, `__version__` or MAJOR, MINOR, PATCH, PRE_RELEASE from literal assignments, running nothing."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        tree = ast.parse(_decoded(path))
+    except (OSError, SyntaxError, ValueError):  # ValueError: zeros before Python 3.12, or not the stated encoding
         return None
     stated: dict[str, object] = {}
     for node in tree.body:
@@ -118,7 +125,12 @@ def _stated_version(path: Path) -> str | None:
 @functools.lru_cache(maxsize=256)
 def _read_text(path: Path, modified: int, size: int) -> str:
     # The stamp in the key makes a rewritten file a new entry.
-    return path.read_text(encoding="utf-8")
+    return _decoded(path)
+
+
+def _decoded(path: Path) -> str:
+    """The text as the import system reads it: byte order mark, coding comment, any line ends."""
+    return importlib.util.decode_source(path.read_bytes())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,7 +147,7 @@ def read_source(upstream: Upstream, key: str) -> fingerprint.Source | None:
     try:
         stamp = path.stat()
         return _read_source(_read_text(path, stamp.st_mtime_ns, stamp.st_size), name)
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, SyntaxError, ValueError):
         return None
 
 

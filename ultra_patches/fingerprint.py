@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
-import textwrap
 import tokenize
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -78,39 +77,67 @@ def read(text: str, name: str) -> Source | None:
 
     Raises SyntaxError where the text is not Python of this interpreter.
     """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     function = find(ast.parse(text), name)
     if function is None:
         return None
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
     last = function.end_lineno or function.lineno
-    lines = text.splitlines()[first - 1 : last]
-    for start, end in _docstrings(function):
-        lines[start - first : end - first + 1] = [""] * (end - start + 1)
-    source = textwrap.dedent("\n".join(lines))
-    kept = [line.rstrip() for line in _without_comments(source) if line.strip()]
+    # str.splitlines would also split at form feeds and U+2028, which end no line for Python.
+    lines = ["", *text.split("\n")]
+    inside: set[int] = set()  # lines that begin inside a string: what looks like indentation there is text
+    for start, end in _comments_and_strings(lines, first, last, inside):
+        lines[start[0]] = lines[start[0]][: start[1]] + lines[end[0]][end[1] :]
+    for (row, column), (end_row, end_column) in sorted(_docstrings(function, lines), reverse=True):
+        lines[row : end_row + 1] = [lines[row][:column] + lines[end_row][end_column:], *[""] * (end_row - row)]
+        inside -= set(range(row + 1, end_row + 1))
+    margin = function.col_offset
+    kept = []
+    for row in range(first, last + 1):
+        line = lines[row] if row + 1 in inside else lines[row].rstrip()
+        if row in inside:
+            kept.append(line)
+        elif line.strip():
+            kept.append(line[margin:] if not line[:margin].strip() else line.lstrip())
     digest = hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
-    return Source(digest, signature(function), bool(function.decorator_list))
+    # The descriptors leave no wrapper behind; the overlay looks through them.
+    plain = {"staticmethod", "classmethod"}
+    decorated = any(getattr(d, "id", None) not in plain for d in function.decorator_list)
+    return Source(digest, signature(function), decorated)
 
 
-def _docstrings(function: Function) -> list[tuple[int, int]]:
+_Place: TypeAlias = "tuple[int, int]"
+
+
+def _comments_and_strings(lines: list[str], first: int, last: int, inside: set[int]) -> list[tuple[_Place, _Place]]:
+    """The comments, and into `inside` each line that begins within a string."""
+    comments, opened = [], []
+    source = "\n".join(lines[first : last + 1])
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind = tokenize.tok_name[token.type]
+        row, end = token.start[0] + first - 1, token.end[0] + first - 1
+        if kind == "COMMENT":
+            comments.append(((row, token.start[1]), (end, token.end[1])))
+        elif kind == "STRING":
+            inside.update(range(row + 1, end + 1))
+        elif kind == "FSTRING_START":
+            opened.append(row)
+        elif kind == "FSTRING_END":
+            inside.update(range(opened.pop() + 1, end + 1))
+    return comments
+
+
+def _docstrings(function: Function, lines: list[str]) -> list[tuple[_Place, _Place]]:
     spans = []
     for node in ast.walk(function):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             head = node.body[0]
             if isinstance(head, ast.Expr) and isinstance(getattr(head.value, "value", None), str):
-                spans.append((head.lineno, head.end_lineno or head.lineno))
+                end = head.end_lineno or head.lineno, head.end_col_offset or 0
+                spans.append((_place(lines, head.lineno, head.col_offset), _place(lines, *end)))
     return spans
 
 
-def _without_comments(source: str) -> list[str]:
-    lines = source.splitlines()
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, IndentationError):
-        # Cutting a docstring out can leave an empty body, which only the tokenizer minds.
-        return lines
-    for token in tokens:
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return lines
+def _place(lines: list[str], row: int, offset: int) -> _Place:
+    """ast counts bytes where tokenize counts characters."""
+    return row, len(lines[row].encode()[:offset].decode())

@@ -19,6 +19,8 @@ _watched: dict[str, _Callback] = {}
 #: Modules that were being executed when their hook was set: nobody tells when they are done, so imports ask.
 _unfinished: set[str] = set()
 _lock = threading.RLock()
+#: The module that this thread is looking for, so that a finder which asks us again (wrapt's) gets it from the others.
+_looking = threading.local()
 
 
 def watch(name: str, callback: _Callback) -> None:
@@ -56,6 +58,12 @@ def settle() -> None:
             callback(module, True)
 
 
+def ready(name: str, executed: str) -> bool:
+    """Whether a module has been executed, `executed` being the one whose callback is running."""
+    module = sys.modules.get(name)
+    return module is not None and (name == executed or not _initializing(module))
+
+
 def _initializing(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
@@ -69,8 +77,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         if _unfinished:
             settle()
         callback = _watched.get(fullname)
-        if callback is None:
+        if callback is None or getattr(_looking, "name", None) == fullname:
             return None
+        _looking.name = fullname
+        try:
+            return self._find(fullname, path, target, callback)
+        finally:
+            _looking.name = None
+
+    def _find(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None, callback: _Callback
+    ) -> importlib.machinery.ModuleSpec | None:
         for finder in tuple(sys.meta_path):
             if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
                 continue

@@ -39,6 +39,8 @@ class Entry:
     variant: Variant | None = None
     applied: dict[str, Applied] = field(default_factory=dict)
     late: bool = False
+    #: What was set before its module was executed again: others may still hold it.
+    earlier: list[Applied] = field(default_factory=list)
 
     def record(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import sys
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
-from ultra_patches import apply, discover, facts, hooks, settings
+from ultra_patches import apply, discover, hooks, settings
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
-from ultra_patches.facts import Upstream
-from ultra_patches.fingerprint import Source
-from ultra_patches.gate import BAD, Action, Decision, Evidence, State, decide
+from ultra_patches.evidence import blocked_by, decision_for, sources_of, upstream_of
+from ultra_patches.gate import BAD, Action, Decision, State
 from ultra_patches.ledger import Entry, PatchStatus, entries
 from ultra_patches.patch import Patch, Target, Verdict
 
@@ -26,12 +28,16 @@ def arm() -> None:
     """
     patches, complaints = discover.patches()
     chosen = settings.read(patches)
+    if _own_command():
+        # It says by itself what is wrong with a setting, and must go on in strict mode to say why a patch is not set.
+        chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
-    # A patch that another one requires is set before it.
-    for patch in sorted(patches.values(), key=lambda p: len(p.requires)):
+    for patch in _in_order(patches):
         entries.setdefault(patch.id, Entry(patch))
     if chosen.mode == "off":
+        for entry in entries.values():
+            entry.record(State.DISABLED, "ULTRA_PATCHES=off when ultra_patches was imported")
         return
     for module in dict.fromkeys(m for patch in patches.values() for m in patch.modules):
         hooks.watch(module, _executed)
@@ -39,6 +45,28 @@ def arm() -> None:
         for row in status():
             if row.state in BAD:
                 _complain(f"{row.id} is {row.state.value}: {row.reason}", chosen)
+
+
+def _own_command() -> bool:
+    """Whether this process is `ultra-patches` or `python -m ultra_patches`."""
+    if sys.argv[:1] == ["-m"]:  # what Python puts there while it imports the package
+        return "ultra_patches" in sys.orig_argv
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
+
+
+def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
+    """Each patch after those that it requires, however long the chain."""
+    ordered: dict[str, Patch] = {}
+
+    def add(patch: Patch, above: frozenset[str]) -> None:
+        for other in patch.requires:
+            if other in patches and other not in above:
+                add(patches[other], above | {other})
+        ordered.setdefault(patch.id, patch)
+
+    for patch in patches.values():
+        add(patch, frozenset({patch.id}))
+    return list(ordered.values())
 
 
 def disarm() -> None:
@@ -90,9 +118,25 @@ def _known(patch_id: str) -> Entry:
 
 
 def _undo(entry: Entry) -> None:
+    """Raises RuntimeError, and changes nothing, where someone has replaced one of the functions since."""
+    for replaced in filter(None, map(apply.replaced_since, entry.applied.values())):
+        raise RuntimeError(f"{replaced}: revert that first, then this patch")
     for key in list(reversed(entry.applied)):
         apply.revert(entry.applied[key])
         del entry.applied[key]
+    for applied in entry.earlier:
+        apply.rebind(applied.replacement, applied.original)
+    entry.earlier.clear()
+
+
+def _give_up(entry: Entry, state: State, reason: str) -> None:
+    """Take back what is still ours; what someone else has set over it since is left alone."""
+    for key in list(reversed(entry.applied)):
+        with contextlib.suppress(RuntimeError):
+            apply.revert(entry.applied[key])
+        del entry.applied[key]
+    _undo(entry)
+    entry.record(state, reason)
 
 
 def _executed(module: ModuleType, late: bool) -> None:
@@ -104,16 +148,17 @@ def _executed(module: ModuleType, late: bool) -> None:
         try:
             _advance(entry, decision, module, late)
         except apply.ForeignCodeError as error:
-            _undo(entry)
-            entry.record(State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours")
+            _give_up(entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours")
         except Exception as error:  # whatever went wrong must not end the user's import
-            _undo(entry)
-            entry.record(State.FAILED, f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`")
-    for entry in concerned:
-        blocked = _blocked(entry.patch, chosen) if entry.applied else None
+            text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
+            _give_up(entry, State.FAILED, text)
+    # Each comes after those that it requires, so that one pass is enough.
+    for entry in entries.values():
+        blocked = blocked_by(entry.patch, chosen, (entry.patch.id,)) if entry.applied and entry.patch.requires else None
         if blocked is not None:
-            _undo(entry)
-            entry.record(*blocked)
+            _give_up(entry, *blocked)
+        elif entry not in concerned:
+            continue
         if entry.state in BAD:
             _complain(f"{entry.patch.id} is {entry.state.value}: {entry.reason}", chosen)
 
@@ -137,79 +182,49 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
         return
     targets = decision.variant.targets
     # What is set already stays decided: a probe would now run our own functions.
+    # After a failure all of them or none, also where the others were imported before.
+    together = entry.state in BAD
     if decision.action is Action.PROBE and not entry.applied:
-        if any(name not in sys.modules for name in (*entry.patch.probe_after, *(t.module for t in targets))):
+        if not _shows_the_defect(entry, module, targets):
             return
-        finding = entry.patch.probe()
-        if finding.verdict is not Verdict.DEFECT:
-            clean = finding.verdict is Verdict.CLEAN
-            entry.record(State.NOT_NEEDED if clean else State.DRIFTED, f"the probe says: {finding.detail}")
-            return
-        for target in targets:
-            _set(entry, sys.modules[target.module], target, late=True)
-    else:
-        for target in targets:
-            if target.module == module.__name__:
-                _set(entry, module, target, late=late)
-        if late:
-            entry.late = True
+        together = True
+    ready = all(hooks.ready(target.module, module.__name__) for target in targets)
+    for target in targets:
+        if ready if together else target.module == module.__name__:
+            changed = _set(entry, sys.modules[target.module], target, late=late or together)
+            entry.late |= late and changed
     if len(entry.applied) == len(targets):
         entry.record(State.APPLIED_LATE if entry.late else State.APPLIED, decision.reason)
 
 
-def _set(entry: Entry, module: ModuleType, target: Target, *, late: bool) -> None:
+def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, ...]) -> bool:
+    """Probe the installed code, and record what it says where that is not the defect."""
+    # What is still being executed has not all of its functions.
+    if not all(hooks.ready(n, module.__name__) for n in (*entry.patch.probe_after, *(t.module for t in targets))):
+        return False
+    finding = entry.patch.probe()
+    if finding.verdict is Verdict.DEFECT:
+        return True
+    clean = finding.verdict is Verdict.CLEAN
+    entry.record(State.NOT_NEEDED if clean else State.DRIFTED, f"the probe says: {finding.detail}")
+    return False
+
+
+def _set(entry: Entry, module: ModuleType, target: Target, *, late: bool) -> bool:
+    """Set one target; False where it was set already."""
     source = sources_of(entry.patch).get(target.key)
-    entry.applied[target.key] = apply.apply(
-        entry.patch.id, module, target, decorated=bool(source and source.decorated), late=late
-    )
-
-
-def decision_for(patch: Patch, chosen: settings.Settings) -> Decision:
-    """Gather the evidence on one patch and ask the gate."""
-    from ultra_patches import lock, verdicts
-
-    if chosen.excludes(patch.id):
-        return decide(patch, Evidence(None, {}), lock.Lock({}, {}, {}), chosen)
-    upstream = _upstream(patch.upstream)
-    sources = sources_of(patch)
-    remembered = verdicts.recall(patch, sources) if upstream else None
-    blocked = _blocked(patch, chosen)
-    return decide(patch, Evidence(upstream, sources, remembered, blocked), lock.load(), chosen)
-
-
-def _blocked(patch: Patch, chosen: settings.Settings) -> tuple[State, str] | None:
-    for other in patch.requires:
-        entry = entries.get(other)
-        if entry is None:
-            return State.DRIFTED, f"needs {other}, which is not declared"
-        state = entry.state or decision_for(entry.patch, chosen).state
-        if state in BAD or state in (State.DISABLED, State.REVERTED):
-            return state, f"needs {other}, which is {state.value}"
-    return None
-
-
-def _upstream(name: str) -> Upstream | None:
-    package = name.split("-", maxsplit=1)[0]
-    return _located(name, package in sys.modules, tuple(sys.path))
-
-
-@functools.lru_cache(maxsize=32)
-def _located(name: str, loaded: bool, path: tuple[str, ...]) -> Upstream | None:
-    # What is loaded and the path are in the key, because they decide what would be imported.
-    return facts.locate(name)
-
-
-def sources_of(patch: Patch) -> dict[str, Source]:
-    """The fingerprint of each target and watched function of a patch that is found on disk."""
-    upstream = _upstream(patch.upstream)
-    if upstream is None:
-        return {}
-    keys = [t.key for v in patch.variants for t in v.targets] + list(patch.watches)
-    return {key: source for key in keys if (source := facts.read_source(upstream, key)) is not None}
+    before = entry.applied.get(target.key)
+    now = apply.apply(entry.patch.id, module, target, decorated=bool(source and source.decorated), late=late)
+    if before is not None and now.replacement is before.replacement:
+        return False
+    if before is not None:
+        entry.earlier.append(before)
+    entry.applied[target.key] = now
+    return True
 
 
 def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
-    upstream = _upstream(entry.patch.upstream)
+    upstream = upstream_of(entry.patch.upstream)
     shown = Entry(entry.patch, entry.state, entry.reason, entry.variant, dict(entry.applied), entry.late)
     if entry.state is None:
         decision = decision_for(entry.patch, chosen)
@@ -222,18 +237,10 @@ def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
             )
     elif entry.state in (State.APPLIED, State.APPLIED_LATE):
         for applied in entry.applied.values():
-            replaced = _replaced_since(applied)
+            replaced = apply.replaced_since(applied)
             if replaced:
                 shown.record(State.CONFLICT, f"set by us, then replaced: {replaced}")
     return shown.status(upstream.version if upstream else None)
-
-
-def _replaced_since(applied: apply.Applied) -> str | None:
-    module = sys.modules.get(applied.target.module)
-    if module is None:
-        return None
-    live = apply.resolve(module, applied.target.name).function
-    return None if live is applied.replacement else f"{applied.target.key} is {apply.describe(live)}"
 
 
 def _complain(text: str, chosen: settings.Settings) -> None:

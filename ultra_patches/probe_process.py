@@ -14,8 +14,8 @@ import traceback
 
 import ultra_patches
 from ultra_patches import discover, settings, verdicts
+from ultra_patches.evidence import sources_of
 from ultra_patches.gate import choose
-from ultra_patches.overlay import sources_of
 from ultra_patches.patch import Finding, Verdict
 
 

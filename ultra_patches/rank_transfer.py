@@ -43,15 +43,15 @@ def send_unpacked(
     layout = Layout([], [], [], None)
 
     def share() -> tuple[Layout, list[Any]]:
-        names, handles = [], []
+        names, dtype_names, shapes, handles = [], [], [], []
         for name, tensor in items:
-            names.append((name, tensor))
+            names.append(name)
+            dtype_names.append(str(tensor.dtype).rpartition(".")[2])
+            shapes.append(list(tensor.shape))
+            # The handle does not keep its memory alive, and the copy that contiguous() may make is the caller's to keep.
             weights.append(tensor.detach().contiguous())
             handles.append(reduce(weights[-1]))
-        given = Layout(
-            [n for n, _ in names], [_dtype_name(t) for _, t in names], [list(t.shape) for _, t in names], None
-        )
-        return given, handles
+        return Layout(names, dtype_names, shapes, None), handles
 
     error: str | None = None
     handles: list[Any] | None = None
@@ -136,10 +136,6 @@ def _raise_together(errors: list[tuple[int, str | None]]) -> None:
     told = [f"rank {rank}: {text}" for rank, text in errors if text]
     if told:
         raise RuntimeError(f"weight transfer stopped on every rank: {'; '.join(told)}")
-
-
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).rpartition(".")[2]
 
 
 def receive(info: Any, gpu: str, load: Callable[[Any], None], arguments: Callable[[Any], tuple[Any, ...]]) -> None:

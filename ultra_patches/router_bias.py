@@ -72,6 +72,12 @@ def warn_if_rounded(name: str, bias: torch.Tensor) -> bool:
     return rounded
 
 
+def _block(weight: str) -> str:
+    """The module that holds router and experts: two parts above the weight, three for `router.classifier.weight`."""
+    parts = weight.split(".")
+    return ".".join(parts[: -3 if parts[-3:-2] and parts[-3] in _ROUTERS else -2])
+
+
 def check_router_biases(names: Iterable[str], *, required: bool | None = None) -> None:
     """Raise UltraPatchesError unless every router among the exported names comes with its expert bias.
 
@@ -84,7 +90,7 @@ def check_router_biases(names: Iterable[str], *, required: bool | None = None) -
     routers = {
         name.rpartition(".")[0]
         for name in given
-        if name.endswith(".weight") and name.split(".")[-2] in _ROUTERS and name.rsplit(".", 2)[0] in experts
+        if name.endswith(".weight") and name.split(".")[-2] in _ROUTERS and _block(name) in experts
     }
     biased = {name for name in given if is_router_bias(name)}
     if not (biased if required is None else required):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ultra_patches import facts
@@ -52,7 +53,7 @@ def run_probe(patch: Patch, *, patched: bool, environ: Mapping[str, str] | None 
     """Run a patch's probe in a fresh interpreter, with this patch and what it needs alone, or with none."""
     env = {**os.environ, **(environ or {}), "ULTRA_PATCHES": "warn" if patched else "off"}
     env.pop("ULTRA_PATCHES_DISABLE", None)
-    env["ULTRA_PATCHES_ONLY"] = ",".join([patch.id, *patch.requires])
+    env["ULTRA_PATCHES_ONLY"] = ",".join(_with_needs(patch))
     command = [sys.executable, "-W", "ignore", "-m", "ultra_patches.probe_process", patch.id]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
@@ -66,6 +67,18 @@ def run_probe(patch: Patch, *, patched: bool, environ: Mapping[str, str] | None 
         return Run(Verdict.INCONCLUSIVE.value, f"the process ended with {done.returncode}: {tail}", "?", "")
     keys = ("verdict", "detail", "state", "reason", "seconds", "import_seconds", "files", "note")
     return Run(**{key: data[key] for key in keys})
+
+
+def _with_needs(patch: Patch) -> list[str]:
+    from ultra_patches.ledger import entries
+
+    found = [patch.id]
+    for patch_id in found:
+        needs = (
+            patch.requires if patch_id == patch.id else entries[patch_id].patch.requires if patch_id in entries else ()
+        )
+        found += [other for other in needs if other not in found]
+    return found
 
 
 def verify(patches: Iterable[Patch], progress: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
@@ -85,8 +98,10 @@ def verify(patches: Iterable[Patch], progress: Callable[[str], None] = lambda _:
 
 def judge(without: Run, with_patch: Run, root: str) -> tuple[str, str]:
     """What two runs say of a patch, and one line for the user where it is not good."""
-    top = root.partition("megatron")[0] if "megatron" in root else root
-    foreign = [f for run in (without, with_patch) for f in run.files.values() if f and not f.startswith(top)]
+    # The parts of Megatron lie side by side, and a patch may touch several of them.
+    top = Path(root).parent if Path(root).parent.name == "megatron" else Path(root)
+    files = [f for run in (without, with_patch) for f in run.files.values() if f]
+    foreign = [f for f in files if not Path(f).is_relative_to(top)]
     if foreign:
         return "WRONG CODE", f"the probe ran {foreign[0]}, not the upstream at {root}: check PYTHONPATH"
     if without.verdict == "absent":

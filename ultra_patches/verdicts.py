@@ -1,6 +1,6 @@
 """Verdicts that `ultra-patches verify` reached on sources that are in no known release, kept per user.
 
-The file is a convenience: where it cannot be read or written nothing is lost but the verdict.
+The files are a convenience: where one cannot be read or written nothing is lost but the verdict.
 """
 
 from __future__ import annotations
@@ -17,43 +17,41 @@ from ultra_patches.gate import choose, digests
 from ultra_patches.patch import Patch, Verdict
 
 
-def cache_file() -> Path:
-    """`$XDG_CACHE_HOME/ultra-patches/verdicts.json`, under `~/.cache` by default."""
+def folder() -> Path:
+    """`$XDG_CACHE_HOME/ultra-patches/verdicts`, under `~/.cache` by default."""
     base = os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache").expanduser()
-    return Path(base, "ultra-patches", "verdicts.json")
+    return Path(base, "ultra-patches", "verdicts")
 
 
-def _key(patch: Patch, sources: Mapping[str, Source]) -> str:
+def file_of(patch: Patch, sources: Mapping[str, Source]) -> Path:
+    """The file of one verdict; each has its own, so that processes that verify at once do not lose each other's."""
     seen = digests(patch, choose(patch, sources), sources)
     text = json.dumps([patch.id, patch.last_checked, sorted(seen.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _read() -> dict[str, str]:
-    try:
-        data = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return folder() / f"{patch.id}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def recall(patch: Patch, sources: Mapping[str, Source]) -> Verdict | None:
     """The verdict kept for exactly these sources, None without one."""
-    kept = _read().get(_key(patch, sources))
-    return Verdict(kept) if kept in (Verdict.DEFECT.value, Verdict.CLEAN.value) else None
+    try:
+        kept = file_of(patch, sources).read_bytes().strip()
+    except OSError:
+        return None
+    return next((v for v in (Verdict.DEFECT, Verdict.CLEAN) if kept == v.value.encode()), None)
 
 
 def keep(patch: Patch, sources: Mapping[str, Source], verdict: Verdict) -> str | None:
     """Remember a verdict; gives one line to print where the file cannot be written."""
-    path = cache_file()
-    kept = {**_read(), _key(patch, sources): verdict.value}
+    path = file_of(patch, sources)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(kept, indent=1, sort_keys=True), encoding="utf-8")
+        temporary.write_text(verdict.value, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        return f"the verdict on {patch.id} cannot be kept in {path} ({error.strerror}): set XDG_CACHE_HOME to a folder you own"
+        return (
+            f"the verdict on {patch.id} cannot be kept in {path.parent} ({error.strerror}): "
+            "set XDG_CACHE_HOME to a folder you own"
+        )
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,21 +77,16 @@ def test_an_inconclusive_verdict_is_not_recalled(toy: Patch) -> None:
     assert verdicts.recall(toy, sources()) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a": 1}'], ids=lambda c: str(c[:8]))
-def test_a_corrupt_cache_is_an_empty_one_and_is_written_anew(toy: Patch, content: bytes) -> None:
-    path = verdicts.cache_file()
+@pytest.mark.parametrize(
+    "content", [b"", b"defec", b"inconclusive", b"\xff\xfe", b'{"a": 1}'], ids=lambda c: str(c[:8])
+)
+def test_a_corrupt_verdict_is_none_and_is_written_anew(toy: Patch, content: bytes) -> None:
+    path = verdicts.file_of(toy, sources())
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     assert verdicts.recall(toy, sources()) is None
     assert verdicts.keep(toy, sources(), Verdict.DEFECT) is None
     assert verdicts.recall(toy, sources()) is Verdict.DEFECT
-
-
-def test_a_value_that_is_no_verdict_is_not_recalled(toy: Patch) -> None:
-    verdicts.keep(toy, sources(), Verdict.DEFECT)
-    path = verdicts.cache_file()
-    path.write_text(json.dumps({key: ["defect"] for key in json.loads(path.read_text())}))
-    assert verdicts.recall(toy, sources()) is None
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(
@@ -109,14 +103,14 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 def test_a_folder_in_the_place_of_the_file_is_one_line_and_nothing_is_left(toy: Patch) -> None:
-    path = verdicts.cache_file()
+    path = verdicts.file_of(toy, sources())
     path.mkdir(parents=True)
     assert "cannot be kept" in str(verdicts.keep(toy, sources(), Verdict.DEFECT))
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdicts.cache_file() == tmp_path / "cache" / "ultra-patches" / "verdicts.json"
+    assert verdicts.folder() == tmp_path / "cache" / "ultra-patches" / "verdicts"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert verdicts.cache_file() == tmp_path / ".cache" / "ultra-patches" / "verdicts.json"
+    assert verdicts.folder() == tmp_path / ".cache" / "ultra-patches" / "verdicts"

@@ -5,6 +5,7 @@ A pattern has one letter a layer: "M" is Mamba2, "*" attention, "-" an MLP, "E" 
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ DEFAULT_PATTERN = "M*M-"
 # width, and a weight update then no longer reaches Mamba2 layers; other widths, and GPUs, are not affected.
 DEFAULT_CONV_KERNEL = 3
 
-VOCAB, HIDDEN, MLP = 512, 64, 128
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
-MAMBA_HEADS, MAMBA_HEAD_DIM, MAMBA_GROUPS, MAMBA_STATE = 8, 16, 2, 16
+# Kernels for GPUs work on larger tiles than 64 rows: 1 is for CPUs, 8 for GPUs.
+SCALE = int(os.environ.get("TINY_NEMOTRON_H_SCALE", "1"))
+VOCAB, HIDDEN, MLP = 512 * SCALE, 64 * SCALE, 128 * SCALE
+HEADS, KV_HEADS, HEAD_DIM = (4, 2, 32) if SCALE == 1 else (8, 2, 64)
+MAMBA_HEADS, MAMBA_GROUPS = 8, 2
+MAMBA_HEAD_DIM, MAMBA_STATE = (16, 16) if SCALE == 1 else (64, 64)
 MAMBA_INNER = MAMBA_HEADS * MAMBA_HEAD_DIM
 CONV_CHANNELS = MAMBA_INNER + 2 * MAMBA_GROUPS * MAMBA_STATE
-EXPERTS, EXPERTS_PER_TOKEN, LATENT, EXPERT_MLP, SHARED_MLP = 8, 2, 32, 32, 64
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+LATENT, EXPERT_MLP, SHARED_MLP = 32 * SCALE, 32 * SCALE, 64 * SCALE
 
 
 class _Sampler:

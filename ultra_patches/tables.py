@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ultra_patches.gate import State
 from ultra_patches.ledger import PatchStatus
 from ultra_patches.patch import Patch
 from ultra_patches.verify import FAILURES, Row
@@ -44,7 +45,8 @@ def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> 
         table.add_column(heading, overflow="fold", no_wrap=heading in ("patch", "state"))
     for row in rows:
         installed = f"{row.upstream} {row.version or '?'}" if row.version else "-"
-        table.add_row(row.id, installed, _coloured(row.state.value), row.reason)
+        late = f"{row.rebound} references rebound; " if row.state is State.APPLIED_LATE else ""
+        table.add_row(row.id, installed, _coloured(row.state.value), late + row.reason)
     console.print(table)
     for upstream in upstreams:
         console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")

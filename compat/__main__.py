@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, pages, results, scan
+from compat import fetch, live, matrix, new, page, pages, results, sarif, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "lock.json"
 
@@ -21,17 +21,25 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     scanning = commands.add_parser("scan", help="fingerprints of every target in every release")
     scanning.add_argument("--write", action="store_true", help="write ultra_patches/lock.json")
+    scanning.add_argument("--new", action="store_true", help="look for releases after the matrix instead")
+    scanning.add_argument("--pre", action="store_true", help="with --new: pre-releases too")
     running = commands.add_parser("run", help="each probe on a release without and with its patch")
     running.add_argument("--cell", action="append", default=[], metavar="NAME", help="for instance vllm-0.22.1")
     running.add_argument("--upstream", action="append", default=[], help="all cells of one upstream")
+    running.add_argument("--ci", action="store_true", help="the lowest, boundary and latest releases")
     running.add_argument("--again", action="store_true", help="also where a result of this patch set is kept")
-    paging = commands.add_parser("pages", help="the tables made of declarations and results")
-    paging.add_argument("--write", action="store_true", help="write PATCHES.md")
+    running.add_argument("--check", action="store_true", help="run again, compare with what is kept, write nothing")
+    paging = commands.add_parser(
+        "pages", help="PATCHES.md, matrix.html and results.sarif, from declarations and results"
+    )
+    paging.add_argument("--write", action="store_true", help="write them")
     args = parser.parse_args(argv)
     try:
         if args.command == "pages":
             return _pages(args.write)
-        return _scan(args.write) if args.command == "scan" else _run(args.cell, args.upstream, args.again)
+        if args.command == "run":
+            return _run(args)
+        return _new(args.pre) if args.new else _scan(args.write)
     except (fetch.FetchError, results.ResultError) as error:
         print(f"compat: {error}", file=sys.stderr)
         return 1
@@ -39,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=Console(stderr=True, width=None if sys.stderr.isatty() else 160))
 
 
 def _scan(write: bool) -> int:
@@ -61,31 +69,52 @@ def _scan(write: bool) -> int:
     return 0 if text == current else 1
 
 
+def _new(pre: bool) -> int:
+    found = new.report(matrix.read(), pre=pre)
+    print("\n".join(new.lines(found)))
+    return 1 if found.needs_attention else 0
+
+
 def _pages(write: bool) -> int:
-    text = pages.patches_md()
-    if write:
-        pages.PATCHES_MD.write_text(text, encoding="utf-8")
-        return 0
-    current = pages.PATCHES_MD.exists() and pages.PATCHES_MD.read_text(encoding="utf-8") == text
-    print(f"{pages.PATCHES_MD.name} is {'current' if current else 'old: run with --write'}")
-    return 0 if current else 1
+    old = 0
+    for path, text in (
+        (pages.PATCHES_MD, pages.patches_md()),
+        (page.PATH, page.html()),
+        (sarif.PATH, sarif.dump()),
+    ):
+        if write:
+            path.write_text(text, encoding="utf-8")
+            continue
+        current = path.exists() and path.read_text(encoding="utf-8") == text
+        old += not current
+        print(f"{path.name} is {'current' if current else 'old: run with --write'}")
+    return 1 if old else 0
 
 
-def _run(names: list[str], upstreams: list[str], again: bool) -> int:
+def _run(args: argparse.Namespace) -> int:
     supported = matrix.read()
-    cells = [matrix.Cell(s.name, r) for s in supported.values() for r in s.releases if r not in s.not_live]
+    cells = [matrix.Cell(s.name, r) for s in supported.values() for r in s.releases]
     known = {cell.name: cell for cell in cells}
-    unknown = [n for n in names if n not in known] + [u for u in upstreams if u not in supported]
+    unknown = [n for n in args.cell if n not in known] + [u for u in args.upstream if u not in supported]
     if unknown:
         from ultra_patches.settings import nearest
 
-        print(
-            f"compat: no cell is called {unknown[0]!r} ({nearest(unknown[0], [*known, *supported])})", file=sys.stderr
-        )
+        hint = nearest(unknown[0], [*known, *supported])
+        print(f"compat: no cell or upstream is called {unknown[0]!r} ({hint})", file=sys.stderr)
         return 2
-    chosen = [c for c in cells if (not names and not upstreams) or c.name in names or c.upstream in upstreams]
-    digest = results.patch_set_digest()
-    todo = [c for c in chosen if again or (kept := results.load(c)) is None or kept.patch_set != digest]
+    every = not (args.cell or args.upstream or args.ci)
+    chosen = [
+        cell
+        for cell in cells
+        if every
+        or cell.name in args.cell
+        or cell.upstream in args.upstream
+        or (args.ci and cell.release in supported[cell.upstream].in_ci)
+    ]
+    silent = [cell for cell in chosen if cell.release in supported[cell.upstream].not_live]
+    for cell in silent:
+        print(f"{cell.name}: not run, {supported[cell.upstream].not_live[cell.release]}")
+    todo = [cell for cell in chosen if cell not in silent and (args.again or args.check or not _kept(cell))]
     failed = 0
     with _progress() as bar, ThreadPoolExecutor(2) as pool:
         task = bar.add_task("run", total=len(todo))
@@ -95,11 +124,29 @@ def _run(names: list[str], upstreams: list[str], again: bool) -> int:
                 failed += 1
                 bar.console.print(f"{cell.name}: {result}")
                 continue
-            results.save(cell, result)
             for patch_id, row in result.patches.items():
                 bar.console.print(f"{cell.name} {patch_id}: {row['verdict']} {row['note']}", highlight=False)
-                failed += row["verdict"] not in results.DECIDED
+            failed += sum(row["verdict"] not in results.DECIDED for row in result.patches.values())
+            if args.check:
+                failed += _differs(cell, result)
+            else:
+                results.save(cell, result)
+    print(f"{len(todo)} cells run, {len(silent)} not run, {failed} not as they should be")
     return 1 if failed else 0
+
+
+def _kept(cell: matrix.Cell) -> bool:
+    kept = results.load(cell)
+    return kept is not None and kept.patch_set == results.patch_set_digest(cell.upstream)
+
+
+def _differs(cell: matrix.Cell, result: results.Result) -> bool:
+    kept = results.load(cell)
+    before = {k: v["verdict"] for k, v in kept.patches.items()} if kept else None
+    now = {k: v["verdict"] for k, v in result.patches.items()}
+    if before != now:
+        print(f"compat: {cell.name} gives {now}, but {before} is kept", file=sys.stderr)
+    return before != now
 
 
 def _one(cell: matrix.Cell, supported: dict[str, matrix.Supported]) -> results.Result | str:

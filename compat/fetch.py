@@ -125,7 +125,13 @@ def _unpack_sdist(content: bytes, target: Path) -> None:
 
 
 def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
-    """vLLM decides by the version of its metadata whether it runs on CPU, and sources have none."""
+    """vLLM decides by the version of its metadata whether it runs on CPU, and sources have none.
+
+    0.17 asks a torch that is newer than its own for what that no longer has, so there it runs on no platform at all: its
+    functions work, its layers do not.
+    """
+    if release.startswith("0.17."):
+        return
     info = target / f"{project}-{release}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
@@ -142,20 +148,23 @@ def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | N
     folder = cache() / f"{project}-{release}"
     if folder.is_dir():
         return {n: (folder / n).read_text(encoding="utf-8") if (folder / n).is_file() else None for n in wanted}
-    found = package(project, release, "wheel")
-    kept = cache() / "files" / found.filename
+    kept = cache() / "files" / f"{project}-{release}"
+    missing = [n for n in wanted if not (kept / n).exists() and not (kept / f"{n}.absent").exists()]
+    if missing:
+        _read_parts(package(project, release, "wheel"), missing, kept)
+    return {n: (kept / n).read_text(encoding="utf-8") if (kept / n).is_file() else None for n in wanted}
+
+
+def _read_parts(found: DistributionPackage, names: list[str], kept: Path) -> None:
     try:
-        missing = [n for n in wanted if not (kept / n).exists() and not (kept / f"{n}.absent").exists()]
-        if missing:
-            with RemoteZip(found.url) as archive:
-                have = set(archive.namelist())
-                for name in missing:
-                    path = kept / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    if name in have:
-                        path.write_bytes(archive.read(name))
-                    else:
-                        path.with_name(path.name + ".absent").touch()
+        with RemoteZip(found.url) as archive:
+            have = set(archive.namelist())
+            for name in names:
+                path = kept / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if name in have:
+                    path.write_bytes(archive.read(name))
+                else:
+                    path.with_name(path.name + ".absent").touch()
     except (RemoteIOError, requests.RequestException, zipfile.BadZipFile) as error:
         raise FetchError(f"{found.filename} cannot be read in parts ({error}): try again") from error
-    return {n: (kept / n).read_text(encoding="utf-8") if (kept / n).is_file() else None for n in wanted}

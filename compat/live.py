@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import tempfile
 import time
 from dataclasses import asdict
@@ -44,7 +45,7 @@ def run(cell: Cell, supported: Supported) -> results.Result:
         datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
         platform.python_version(),
         metadata.version("torch"),
-        results.patch_set_digest(),
+        results.patch_set_digest(cell.upstream),
         round(time.perf_counter() - began, 1),
         patches,
     )
@@ -53,4 +54,5 @@ def run(cell: Cell, supported: Supported) -> results.Result:
 def _plain(run: object) -> dict[str, object]:
     """A run without the paths and the notes of this machine."""
     data = asdict(run)  # type: ignore[call-overload] # a dataclass instance
+    data["detail"] = re.sub(r"/\S+/(?=\S+\.py)", "", data["detail"])
     return {key: data[key] for key in ("verdict", "detail", "state", "seconds", "import_seconds")}

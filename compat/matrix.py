@@ -29,6 +29,11 @@ class Supported:
     #: megatron-bridge release -> the megatron-core it is run with.
     core: Mapping[str, str]
 
+    @property
+    def in_ci(self) -> frozenset[str]:
+        """The releases that CI runs live."""
+        return frozenset({self.lowest, *self.boundary, self.latest})
+
 
 @dataclass(frozen=True, order=True)
 class Cell:

@@ -183,7 +183,8 @@ def _row(
     variant = gate.choose(patch, sources)
     digests = gate.digests(patch, variant, sources)
     same = measured.releases_with(upstream, digests)
-    if same:
+    # A function that has gone is in no older release "again": it was moved or renamed, and the defect with it.
+    if same and (variant is not None or last in same):
         verdicts = {measured.verdicts.get(patch.id, {}).get(r) for r in same}
         return Row(patch.id, UNCHANGED, same[-1], verdicts.pop() if len(verdicts) == 1 else None)
     state = CHANGED if variant else GONE

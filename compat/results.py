@@ -73,15 +73,21 @@ def save(cell: Cell, result: Result) -> None:
     temporary.replace(path)
 
 
-#: What a result depends on: the patches, their probes, and what those share. How they are set is covered by the tests.
-CODE = ("patches/*.py", "probe*.py", "rank_*.py", "cpu_ipc.py", "keep_fp32.py", "router_bias.py")
+#: What a result depends on: the patches of an upstream, their probes, and what those share. How they are set is covered by
+#: the tests.
+_BIAS = ("patches/megatron_*.py", "patches/bridge_*.py", "probe_bias.py", "keep_fp32.py", "router_bias.py")
+CODE = {
+    "vllm": ("patches/vllm_*.py", "probes.py", "probe_ipc.py", "cpu_ipc.py", "rank_*.py"),
+    "megatron-core": _BIAS,
+    "megatron-bridge": _BIAS,
+}
 
 
-def patch_set_digest() -> str:
-    """16 hex digits over the code of patches and probes: a result holds for the code that made it."""
+def patch_set_digest(upstream: str) -> str:
+    """16 hex digits over the code of an upstream's patches and probes: a result holds for the code that made it."""
     package = ROOT.parent / "ultra_patches"
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in CODE for path in package.glob(pattern)):
+    for path in sorted(path for pattern in CODE[upstream] for path in package.glob(pattern)):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

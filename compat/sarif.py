@@ -6,7 +6,7 @@ import ast
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from packaging.specifiers import SpecifierSet
 
@@ -20,24 +20,26 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 #: The name by which code hosts know the root of the checkout.
 BASE = "%SRCROOT%"
 FOLDER = "ultra_patches/patches"
+#: What is open: its name, unique in the patch, the level, the field of the declaration that it is about, and the text.
+Open: TypeAlias = tuple[str, str, str, str]
 
 
 def sarif() -> dict[str, Any]:
     """One rule a patch, one result for each thing that somebody has to look at. Raises results.ResultError."""
-    rules, found = [], []
+    rules: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for supported in matrix.read().values():
         loaded = page.load(supported)
         for patch in matrix.patches_of(supported.name):
             seen = page.judged(patch, supported, loaded)
-            index = len(rules)
             rules.append(_rule(patch))
-            for name, level, key, text in (
+            here = (
                 *_undecided(patch, supported, seen),
                 *_old(supported, loaded),
                 *_declared(patch, supported, seen),
                 *_retired(supported, seen),
-            ):
-                found.append(_result(patch, index, name, level, key, text))
+            )
+            found += [_result(patch, len(rules) - 1, *each) for each in here]
     driver = {"name": "ultra-patches-compat", "version": ultra_patches.__version__, "rules": rules}
     run = {
         "tool": {"driver": driver},
@@ -66,30 +68,31 @@ def _rule(patch: Patch) -> dict[str, Any]:
     return {**rule, "helpUri": links[0]} if links else rule
 
 
-#: What is open: its name, unique for the patch, the level, the field of the declaration it is about, and the text.
-Open = tuple[str, str, str, str]
-
-
 def _undecided(patch: Patch, supported: Supported, seen: Mapping[str, page.Seen]) -> Iterator[Open]:
     """An error for each live cell that says nothing, and one for all that were never run."""
     missing = [release for release, got in seen.items() if got.state == "no-result"]
     if missing:
-        text = f"No result on {supported.name} {', '.join(missing)}: run `{_again(supported, missing)}`."
-        yield "missing", "error", "id", text
+        which = page.spans(supported.releases, missing)
+        yield "missing", "error", "PATCH", f"No result on {supported.name} {which}: run `{_again(supported, missing)}`."
+    alone = [release for release, got in seen.items() if got.state == "not-run" and got.affected is None]
+    if alone:
+        which = page.spans(supported.releases, alone)
+        text = f"No verdict on {supported.name} {which}: not run, and no release that was run has the same source."
+        yield "alone", "warning", "PATCH", text
     for release, got in seen.items():
         if got.state in ("inconclusive", "failed"):
             text = f"{patch.id} on {supported.name} {release} is {got.says.rstrip('.')}."
-            yield f"undecided {release}", "error", "id", text
+            yield f"undecided {release}", "error", "PATCH", text
 
 
 def _old(supported: Supported, loaded: page.Loaded) -> Iterator[Open]:
     """A result holds for the code that made it."""
-    digest = results.patch_set_digest()
+    digest = results.patch_set_digest(supported.name)
     old = [release for release, got in loaded.items() if got is not None and got.patch_set != digest]
     if old:
         which = page.spans(supported.releases, old)
         text = f"The results on {supported.name} {which} are of other code than this: run `{_again(supported, old)}`."
-        yield "old", "warning", "id", text
+        yield "old", "warning", "PATCH", text
 
 
 def _again(supported: Supported, releases: list[str]) -> str:
@@ -123,14 +126,14 @@ def _retired(supported: Supported, seen: Mapping[str, page.Seen]) -> Iterator[Op
     rest = supported.releases[supported.releases.index(supported.lowest) :]
     if all(seen[release].affected is False for release in rest):
         text = f"{supported.name} {rest[0]} and every later release do without this patch: it can be retired."
-        yield "retired", "note", "id", text
+        yield "retired", "note", "PATCH", text
 
 
 def _result(patch: Patch, index: int, name: str, level: str, key: str, text: str) -> dict[str, Any]:
     path, lines = declaration(patch.id)
     place = {
         "artifactLocation": {"uri": path, "uriBaseId": BASE},
-        "region": {"startLine": lines.get(key, lines["PATCH"])},
+        "region": {"startLine": lines[key]},
     }
     return {
         "ruleId": patch.id,

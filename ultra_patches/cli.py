@@ -1,4 +1,4 @@
-"""The command line: `ultra-patches status | explain | verify`."""
+"""The command line: `ultra-patches status | explain | verify | retire`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ def _run(argv: list[str] | None) -> int:
     verify = commands.add_parser("verify", help="run each probe without and with its patch, in fresh processes")
     verify.add_argument("ids", nargs="*", metavar="ID", help="all patches by default")
     verify.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    retire = commands.add_parser("retire", help="which patch files may be deleted, and on what evidence")
+    retire.add_argument("--supported", action="append", default=[], metavar="SPEC", help="for instance 'vllm>=0.26'")
+    retire.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     args = parser.parse_args(argv)
     complaints = _complaints()
     for text in complaints:
@@ -44,6 +47,8 @@ def _run(argv: list[str] | None) -> int:
         return 2
     if args.command == "status":
         return _status(args.json)
+    if args.command == "retire":
+        return _retire(args.supported, args.json)
     wanted = [args.id] if args.command == "explain" else args.ids
     unknown = _unknown(wanted)
     if unknown:
@@ -119,6 +124,23 @@ def _explain(patch_id: str) -> int:
     from ultra_patches.ledger import entries
 
     tables.explain(entries[patch_id].patch)
+    return 0
+
+
+def _retire(supported: list[str], as_json: bool) -> int:
+    from ultra_patches import tables
+    from ultra_patches.errors import UltraPatchesError
+    from ultra_patches.retire import retire
+
+    try:
+        rows = retire(supported)
+    except UltraPatchesError as error:
+        print(f"ultra-patches: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps({**_envelope("retire"), "patches": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        tables.retire(rows)
     return 0
 
 

@@ -69,11 +69,15 @@ def compare(arrived: torch.Tensor, bias: torch.Tensor) -> Finding:
     )
 
 
+#: Where Bridge imports transformer-engine without a guard, in 0.2.0rc6 to 0.6.2.
+_UNGUARDED = ("megatron.bridge.peft", "megatron.bridge.models.gpt_full_te_layer_autocast_spec")
+
+
 def stand_in_for_gpu_packages() -> None:
     """Let Megatron-Bridge be imported where transformer-engine cannot be installed; for processes of a probe only.
 
-    Bridge imports it unguarded (`peft/lora_layers.py`), core guards it and must go on finding nothing, so only modules
-    under `megatron.bridge` see the stand-in.
+    Bridge imports it unguarded in `peft` and one layer spec; core, and Bridge elsewhere, guard it and must go on finding
+    nothing. So each stand-in is seen only by the modules under `megatron.bridge` that do not do without.
     """
     import builtins
     import types
@@ -103,6 +107,8 @@ def stand_in_for_gpu_packages() -> None:
         root = name.partition(".")[0]
         importer = (globals or {}).get("__name__", "")
         if level or root not in roots or not importer.startswith("megatron.bridge"):
+            return real(name, globals, locals, fromlist, level)
+        if root == "transformer_engine" and not importer.startswith(_UNGUARDED):
             return real(name, globals, locals, fromlist, level)
         found: Any = roots[root]
         for part in name.split(".")[1:] if fromlist else ():

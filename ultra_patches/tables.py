@@ -12,6 +12,7 @@ from rich.text import Text
 from ultra_patches.gate import State
 from ultra_patches.ledger import PatchStatus
 from ultra_patches.patch import Patch
+from ultra_patches.retire import Row as Retirement
 from ultra_patches.verify import FAILURES, Row
 
 _COLOURS = {
@@ -74,6 +75,19 @@ def verify(
         table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), note)
     console.print(table)
     return rows
+
+
+def retire(rows: Sequence[Retirement]) -> None:
+    """Which patches may go, on what evidence, and what to delete."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("patch", "may go", "evidence", "delete"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "patch")
+    for row in rows:
+        parts = [*row.files, f"entry point {row.entry_point}" if row.entry_point else "", *row.tests]
+        gone = "\n".join(filter(None, parts)) if row.retirable else ""
+        table.add_row(row.id, "yes" if row.retirable else "no", row.evidence, gone)
+    console.print(table)
 
 
 def explain(patch: Patch) -> None:

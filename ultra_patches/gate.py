@@ -95,7 +95,8 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
     if releases and verdicts == {AFFECTED} and variant is not None:
         return _guarded(evidence, Decision(Action.APPLY, State.ARMED, _same_as(releases), variant))
     if releases and AFFECTED not in verdicts and None not in verdicts:
-        return Decision(Action.NOTHING, State.NOT_NEEDED, _why_not_needed(patch, releases))
+        why = _why_not_needed(patch, releases) if variant else "this release has none of the functions"
+        return Decision(Action.NOTHING, State.NOT_NEEDED, why)
     return _guarded(evidence, _unknown(patch, evidence, lock, upstream, variant))
 
 

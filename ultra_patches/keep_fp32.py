@@ -11,7 +11,7 @@ from ultra_patches.router_bias import BIAS_NAMES, warn_if_rounded
 
 @dataclass(frozen=True)
 class Held:
-    """One fp32 buffer, the module that owns it and its name there."""
+    """A copy of one fp32 buffer, the module that owns it and its name there."""
 
     owner: Any
     name: str
@@ -31,13 +31,14 @@ def hold(modules: Iterable[Any]) -> list[Held]:
                     continue
                 warn_if_rounded(f"{path}.{name}", buffer)
                 if buffer.dtype is torch.float32:
-                    held.append(Held(owner, name, buffer))
+                    # A copy: a wrapper may convert the data of the very tensor.
+                    held.append(Held(owner, name, buffer.detach().clone()))
     return held
 
 
 def put_back(held: Iterable[Held]) -> None:
-    """Give each module its buffer back, on the device where the converted one is now."""
+    """Give each buffer its values back, on the device where it is now and in the tensor that the module now has."""
     for one in held:
         converted = one.owner._buffers.get(one.name)
         if converted is not None and not converted.is_meta:
-            one.owner._buffers[one.name] = one.buffer.to(converted.device)
+            converted.data = one.buffer.to(converted.device)

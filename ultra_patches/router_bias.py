@@ -88,16 +88,16 @@ def check_router_biases(names: Iterable[str], *, required: bool | None = None) -
     given = set(names)
     experts = {name.partition(".experts.")[0] for name in given if ".experts." in name}
     routers = {
-        name.rpartition(".")[0]
+        name.rpartition(".")[0]: _block(name)
         for name in given
         if name.endswith(".weight") and name.split(".")[-2] in _ROUTERS and _block(name) in experts
     }
     biased = {name for name in given if is_router_bias(name)}
     if not (biased if required is None else required):
         return
-    # The bias stands in the router, beside it, or in a sibling module (`moe_statics`) of the same layer.
+    # The bias stands in the router, beside it, or in a module of its own (`moe_statics`) in the same block.
     owners = {name.rpartition(".")[0] for name in biased} | {name.rsplit(".", 2)[0] for name in biased}
-    missing = sorted(r for r in routers if r not in owners and r.rpartition(".")[0] not in owners)
+    missing = sorted(r for r, block in routers.items() if not owners & {r, r.rpartition(".")[0], block})
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise UltraPatchesError(

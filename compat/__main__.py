@@ -122,10 +122,11 @@ def _run(args: argparse.Namespace) -> int:
             bar.update(task, advance=1, description=cell.name)
             if isinstance(result, str):
                 failed += 1
-                bar.console.print(f"{cell.name}: {result}")
+                bar.console.print(f"{cell.name}: {result}", highlight=False, markup=False, soft_wrap=True)
                 continue
             for patch_id, row in result.patches.items():
-                bar.console.print(f"{cell.name} {patch_id}: {row['verdict']} {row['note']}", highlight=False)
+                line = f"{cell.name} {patch_id}: {row['verdict']} {row['note']}"
+                bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
             failed += sum(row["verdict"] not in results.DECIDED for row in result.patches.values())
             if args.check:
                 failed += _differs(cell, result)

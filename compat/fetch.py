@@ -7,6 +7,7 @@ Everything is fetched once, checked against the index's SHA-256 where a whole fi
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import io
 import os
@@ -14,17 +15,22 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import requests
 from packaging.version import Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
-from remotezip import RemoteIOError, RemoteZip
+from remotezip import RangeNotSupported, RemoteZip, RemoteZipError
 
 
 class FetchError(Exception):
     """What could not be had, from where, and what to do, in one line."""
+
+
+#: What an archive raises that is cut or garbled; where the index gives no SHA-256, nothing else tells.
+_BROKEN = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
 def cache() -> Path:
@@ -44,13 +50,15 @@ def packages(project: str) -> tuple[DistributionPackage, ...]:
         raise FetchError(f"the package index has no project {project}") from error
     except requests.RequestException as error:
         raise FetchError(f"the package index cannot be read ({type(error).__name__}): check the network") from error
+    except ValueError as error:
+        raise FetchError(f"{endpoint} is no package index ({type(error).__name__}): check UV_DEFAULT_INDEX") from error
 
 
 def package(project: str, release: str, kind: str) -> DistributionPackage:
     """One file of a release. Raises FetchError for a release that does not exist, is yanked or has no such file."""
     listed = [p for p in packages(project) if p.version == release]
     if not listed:
-        newest = max((p.version for p in packages(project) if p.version), key=Version)
+        newest = max((p.version for p in packages(project) if p.version), key=Version, default="none")
         raise FetchError(f"{project} {release} does not exist in the package index (the newest is {newest})")
     if all(p.is_yanked for p in listed):
         raise FetchError(f"{project} {release} was yanked: {listed[0].yanked_reason or 'no reason given'}")
@@ -90,6 +98,8 @@ def tree(project: str, release: str) -> Path:
                         archive.extract(name, staging)
         staging.chmod(0o755)
         staging.replace(folder)
+    except _BROKEN as error:
+        raise FetchError(f"{found.filename} arrived broken ({type(error).__name__}): fetch it again") from error
     except OSError as error:
         if not folder.is_dir():
             raise FetchError(f"{folder} cannot be written ({error.strerror}): free some room") from error
@@ -142,7 +152,7 @@ def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
 def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | None]:
     """The text of some files of a release's wheel, None for one it does not have. Raises FetchError.
 
-    Read by HTTP range requests, so that a wheel of 300 MB costs a few hundred kB.
+    Read by HTTP range requests, so that a wheel of 300 MB costs a few hundred kB; whole from an index without them.
     """
     wanted = list(names)
     folder = cache() / f"{project}-{release}"
@@ -157,14 +167,26 @@ def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | N
 
 def _read_parts(found: DistributionPackage, names: list[str], kept: Path) -> None:
     try:
-        with RemoteZip(found.url) as archive:
+        try:
+            archive: zipfile.ZipFile = RemoteZip(found.url, timeout=60)
+        except RangeNotSupported:
+            archive = zipfile.ZipFile(io.BytesIO(_download(found)))
+        with archive:
             have = set(archive.namelist())
-            for name in names:
-                path = kept / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if name in have:
-                    path.write_bytes(archive.read(name))
-                else:
-                    path.with_name(path.name + ".absent").touch()
-    except (RemoteIOError, requests.RequestException, zipfile.BadZipFile) as error:
-        raise FetchError(f"{found.filename} cannot be read in parts ({error}): try again") from error
+            contents = {name: archive.read(name) if name in have else None for name in names}
+    except (RemoteZipError, requests.RequestException, *_BROKEN) as error:
+        why = str(error) or type(error).__name__
+        raise FetchError(f"{found.filename} cannot be read ({why}): fetch it again") from error
+    try:
+        for name, content in contents.items():
+            _keep(kept / (f"{name}.absent" if content is None else name), content or b"")
+    except OSError as error:
+        raise FetchError(f"{kept} cannot be written ({error.strerror}): free some room") from error
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: half of one would be taken for the release's from then on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -61,6 +61,19 @@ def load(cell: Cell) -> Result | None:
         raise ResultError(f"{path.name} is no result ({error}): {again}") from error
     if result.seal != _seal(data):
         raise ResultError(f"{path.name} was edited by hand (its seal does not fit): {again}")
+    if (result.upstream, result.release) != (cell.upstream, cell.release):
+        raise ResultError(f"{path.name} is of {result.upstream} {result.release}: {again}")
+    return result
+
+
+def current(cell: Cell) -> Result | None:
+    """As `load`. Raises ResultError too for one that other patches or probes wrote."""
+    result, patch_set = load(cell), patch_set_digest(cell.upstream)
+    if result is not None and result.patch_set != patch_set:
+        raise ResultError(
+            f"{path_of(cell).name} was written by another patch set ({result.patch_set}, this is {patch_set}): "
+            f"run `python -m compat run --cell {cell.name}`"
+        )
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
@@ -60,9 +61,14 @@ def scan(progress: Callable[[str], None] = lambda _: None) -> Scan:
 
 def _read(name: str, paths: list[str], release: str) -> dict[str, str | None] | str:
     try:
-        return fetch.files(name, release, paths)
+        found = fetch.files(name, release, paths)
+        for text in found.values():
+            ast.parse(text or "")
     except fetch.FetchError as error:
         return str(error)
+    except SyntaxError as error:
+        return f"{name} {release} is no Python of this interpreter ({error}): fetch it again"
+    return found
 
 
 def lock(found: Scan) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def lock(found: Scan) -> dict[str, Any]:
     """
     verdicts: dict[str, dict[str, str]] = {}
     for name, supported in matrix.read().items():
-        cells = {release: results.load(matrix.Cell(name, release)) for release in supported.releases}
+        cells = {release: results.current(matrix.Cell(name, release)) for release in supported.releases}
         for patch in matrix.patches_of(name):
             marks = {
                 release: tuple(_digest(found, name, key, release) for key in matrix.keys_of(patch))

@@ -37,7 +37,9 @@ def _run(argv: list[str] | None) -> int:
     verify.add_argument("ids", nargs="*", metavar="ID", help="all patches by default")
     verify.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     retire = commands.add_parser("retire", help="which patch files may be deleted, and on what evidence")
-    retire.add_argument("--supported", action="append", default=[], metavar="SPEC", help="for instance 'vllm>=0.26'")
+    retire.add_argument(
+        "--supported", action="extend", nargs="+", default=[], metavar="SPEC", help="for instance 'vllm>=0.26'"
+    )
     retire.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     args = parser.parse_args(argv)
     complaints = _complaints()

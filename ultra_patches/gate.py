@@ -91,6 +91,8 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
         return Decision(Action.NOTHING, State.NOT_INSTALLED, f"{patch.upstream} is not installed")
     variant = choose(patch, evidence.sources)
     releases = lock.releases_with(upstream.name, digests(patch, variant, evidence.sources))
+    if variant is None and not _absent_there_too(upstream, releases, lock):
+        releases = ()
     verdicts = {lock.verdicts.get(patch.id, {}).get(release) for release in releases}
     if releases and verdicts == {AFFECTED} and variant is not None:
         return _guarded(evidence, Decision(Action.APPLY, State.ARMED, _same_as(releases), variant))
@@ -98,6 +100,24 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
         why = _why_not_needed(patch, releases) if variant else "this release has none of the functions"
         return Decision(Action.NOTHING, State.NOT_NEEDED, why)
     return _guarded(evidence, _unknown(patch, evidence, lock, upstream, variant))
+
+
+def _absent_there_too(upstream: Upstream, releases: tuple[str, ...], lock: Lock) -> bool:
+    """Whether a function that is not there tells that this is like a release that has none either.
+
+    Absence identifies nothing: in a release after the last that was measured without the function it was moved or renamed,
+    and a source build may call itself 0.1.dev493.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    if not releases:
+        return False
+    newest = max(Version(r) for d in lock.functions[upstream.name].values() for rs in d.values() for r in rs)
+    without = [Version(release) for release in releases]
+    try:
+        return max(without) == newest or min(without) <= Version(upstream.version or "") <= max(without)
+    except InvalidVersion:
+        return False
 
 
 def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, variant: Variant | None) -> Decision:

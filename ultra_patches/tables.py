@@ -81,13 +81,15 @@ def retire(rows: Sequence[Retirement]) -> None:
     """Which patches may go, on what evidence, and what to delete."""
     console = _console()
     table = Table(box=None, pad_edge=False)
-    for heading in ("patch", "may go", "evidence", "delete"):
+    for heading in ("patch", "may go", "evidence"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "patch")
     for row in rows:
-        parts = [*row.files, f"entry point {row.entry_point}" if row.entry_point else "", *row.tests]
-        gone = "\n".join(filter(None, parts)) if row.retirable else ""
-        table.add_row(row.id, "yes" if row.retirable else "no", row.evidence, gone)
+        table.add_row(row.id, "yes" if row.retirable else "no", row.evidence)
     console.print(table)
+    for row in filter(lambda row: row.retirable, rows):
+        console.print(f"{row.id}: delete {', '.join(row.files)} and the entry point {row.entry_point}", soft_wrap=True)
+        if row.tests:
+            console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
 
 
 def explain(patch: Patch) -> None:

@@ -205,3 +205,35 @@ def test_releases_that_disagree_or_were_not_measured_decide_nothing(second: str 
     verdicts = {"0.20.0": "affected", **({"0.23.0": second} if second else {})}
     decision = decide(patch(), evidence(OLD), lock(**verdicts), Settings())
     assert decision.state is State.DRIFTED
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("0.20.0", State.NOT_NEEDED),
+        ("0.21.0", State.NOT_NEEDED),
+        ("0.40.0", State.DRIFTED),
+        ("0.1.dev493+g1", State.DRIFTED),
+        ("dev", State.DRIFTED),
+        (None, State.DRIFTED),
+    ],
+)
+def test_absence_counts_only_where_releases_had_no_such_function(version: str | None, state: State) -> None:
+    early = Lock(
+        {"vllm": {KEY: {"": ("0.20.0", "0.21.0"), OLD: ("0.23.0", "0.24.0")}}},
+        {"vllm": {OLD: "(a)"}},
+        {"toy": {"0.20.0": "unaffected", "0.21.0": "unaffected", "0.23.0": "affected", "0.24.0": "affected"}},
+    )
+    decision = decide(patch(), Evidence(upstream(version), {}), early, Settings())
+    assert outcome(decision) == (Action.NOTHING, state)
+
+
+@pytest.mark.parametrize("version", ["0.40.0", "dev"])
+def test_absence_counts_where_the_newest_release_has_none_either(version: str) -> None:
+    gone = Lock(
+        {"vllm": {KEY: {OLD: ("0.20.0",), "": ("0.24.0",)}}},
+        {"vllm": {OLD: "(a)"}},
+        {"toy": {"0.20.0": "affected", "0.24.0": "unaffected"}},
+    )
+    decision = decide(patch(), Evidence(upstream(version), {}), gone, Settings())
+    assert outcome(decision) == (Action.NOTHING, State.NOT_NEEDED)

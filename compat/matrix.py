@@ -61,7 +61,13 @@ def read(path: Path = ROOT / "matrix.toml") -> dict[str, Supported]:
             entry.get("core", {}),
         )
         for name, entry in data.items()
+        if "releases" in entry
     }
+
+
+def notes(path: Path = ROOT / "matrix.toml") -> dict[str, str]:
+    """The first corrected release by the upstream's own word, for each patch that it speaks of."""
+    return dict(tomllib.loads(path.read_text(encoding="utf-8"))["notes"])
 
 
 def patches_of(upstream: str) -> list[Patch]:

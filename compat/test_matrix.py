@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from compat import fetch, matrix, pages, results, scan
+from compat import fetch, matrix, page, pages, results, sarif, scan
 from tests.support import releases
 from ultra_patches import facts, lock
 from ultra_patches.patch import Patch
@@ -64,9 +65,19 @@ def test_lock_is_what_the_releases_say() -> None:
     assert scan.dump(scan.lock(found)) == LOCK.read_text(encoding="utf-8"), "run `python -m compat scan --write`"
 
 
-def test_patches_md_is_current() -> None:
-    current = pages.PATCHES_MD.read_text(encoding="utf-8")
-    assert current == pages.patches_md(), "run `python -m compat pages --write`"
+@pytest.mark.parametrize(
+    ("path", "made"),
+    [(pages.PATCHES_MD, pages.patches_md), (page.PATH, page.html), (sarif.PATH, sarif.dump)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_is_made_of_the_results_is_current(path: Path, made: Callable[[], str]) -> None:
+    assert path.read_text(encoding="utf-8") == made(), "run `python -m compat pages --write`"
+
+
+def test_patches_md_names_where_the_notes_are_not_what_was_measured() -> None:
+    text = pages.patches_md()
+    assert "Differs from the notes: the upstream's notes say 0.22.0, measured is 0.26.0" in text
+    assert text.count("Differs from the notes: no") == len([p for p in ALL if pages.difference(p) is None])
 
 
 @pytest.mark.upstream

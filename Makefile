@@ -14,7 +14,7 @@ demo: $(STACK)
 	@echo "== Each defect on the installed upstream, without and with its patch"
 	$(BIN)/ultra-patches verify
 	@echo "== A real vLLM engine takes new weights and gives them back"
-	$(BIN)/python examples/weight_update_session.py
+	$(BIN)/python -W ignore examples/weight_update_session.py
 
 test: $(STACK)
 	$(BIN)/python -m pytest
@@ -38,9 +38,10 @@ $(STACK): pyproject.toml
 	@echo "== Setting up $(VENV) with $(PYTHON312)"
 	test -x $(BIN)/python || "$(PYTHON312)" -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --disable-pip-version-check --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python --group stack --group dev --editable .
+	@# Bytecode, because every probe and every engine process imports the stack anew.
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group stack --group dev --editable .
 	@# Megatron's own requirements name GPU packages that do not build here, and its modules do without.
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps --group megatron
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --no-deps --group megatron
 	@rm -f $(VENV)/.stack-*
 	@touch $@
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ultra_patches import facts
+from ultra_patches.evidence import decision_for
+from ultra_patches.gate import State
 from ultra_patches.patch import Patch, Verdict
+from ultra_patches.settings import Settings
 
 #: Verdicts of a row that make `verify` fail.
 FAILURES = frozenset({"NOT CORRECTED", "MISJUDGED", "WRONG CODE", "DRIFTED"})
@@ -95,6 +98,10 @@ def _verify(progress: Callable[[str], None], patch: Patch) -> Row:
         return Row(patch.id, patch.upstream, None, None, None, "not installed", f"{patch.upstream} is not installed")
     progress(f"{patch.id}: without the patch")
     without = run_probe(patch, patched=False)
+    decision = decision_for(patch, Settings())
+    if decision.state is State.NOT_NEEDED and without.verdict in ("clean", "absent"):
+        # Nothing would be set, so the second process would run the same code.
+        return Row(patch.id, patch.upstream, upstream.version, without, None, "not needed", decision.reason)
     progress(f"{patch.id}: with the patch")
     with_patch = run_probe(patch, patched=True)
     verdict, said = judge(without, with_patch, str(upstream.root))

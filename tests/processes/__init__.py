@@ -1,0 +1,1 @@
+"""Real processes of other runtimes, without an upstream in them."""

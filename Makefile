@@ -14,7 +14,10 @@ demo: $(STACK)
 	@echo "== Each defect on the installed upstream, without and with its patch"
 	$(BIN)/ultra-patches verify
 	@echo "== A real vLLM engine takes new weights and gives them back"
-	$(BIN)/python -W ignore examples/weight_update_session.py
+	@rm -rf $(VENV)/.run
+	ULTRA_PATCHES_RUN_DIR=$(CURDIR)/$(VENV)/.run $(BIN)/python -W ignore examples/weight_update_session.py
+	@echo "== Every process of that engine, and whether they have the same patches"
+	$(BIN)/ultra-patches status --run-dir $(VENV)/.run
 
 test: $(STACK)
 	$(BIN)/python -m pytest

@@ -31,6 +31,7 @@ def _run(argv: list[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     status = commands.add_parser("status", help="which patches are in force for what is installed")
     status.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    status.add_argument("--run-dir", metavar="DIR", help="of every process that wrote to ULTRA_PATCHES_RUN_DIR=DIR")
     explain = commands.add_parser("explain", help="the defect, who it hits, what is replaced, when it goes")
     explain.add_argument("id")
     verify = commands.add_parser("verify", help="run each probe without and with its patch, in fresh processes")
@@ -48,7 +49,7 @@ def _run(argv: list[str] | None) -> int:
     if complaints:
         return 2
     if args.command == "status":
-        return _status(args.json)
+        return _run_dir(args.run_dir, args.json) if args.run_dir is not None else _status(args.json)
     if args.command == "retire":
         return _retire(args.supported, args.json)
     wanted = [args.id] if args.command == "explain" else args.ids
@@ -119,6 +120,35 @@ def _status(as_json: bool) -> int:
         for text in conflicts:
             print(f"ultra-patches: {text}", file=sys.stderr)
     return 1 if any(row.state in BAD for row in rows) else 0
+
+
+def _run_dir(folder: str, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from ultra_patches import run_report
+    from ultra_patches.errors import UltraPatchesError
+
+    try:
+        report = run_report.read(folder)
+    except UltraPatchesError as error:
+        print(f"ultra-patches: {error}", file=sys.stderr)
+        return 2
+    problems = run_report.problems(report)
+    if as_json:
+        groups = {
+            name: {digest: [process.file for process in processes] for digest, processes in group.items()}
+            for name, group in report.groups.items()
+        }
+        processes = [asdict(process) for process in report.processes]
+        body = {"processes": processes, "groups": groups, "problems": problems}
+        print(json.dumps({**_envelope("run-dir"), **body}, indent=2))
+    else:
+        from ultra_patches import tables
+
+        tables.run_dir(report)
+        for text in problems:
+            print(f"ultra-patches: {text}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _explain(patch_id: str) -> int:

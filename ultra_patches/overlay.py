@@ -9,15 +9,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from ultra_patches import apply, discover, hooks, settings
+from ultra_patches import apply, discover, facts, hooks, settings
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.evidence import blocked_by, decision_for, sources_of, upstream_of
 from ultra_patches.gate import BAD, Action, Decision, State
 from ultra_patches.ledger import Entry, PatchStatus, entries
 from ultra_patches.patch import Patch, Target, Verdict
 
+if TYPE_CHECKING:
+    from ultra_patches.rundir import Writer
+
 _complained: set[str] = set()
+#: Keeps the file of this process in ULTRA_PATCHES_RUN_DIR; empty where that is not set.
+_writers: list[Writer] = []
 
 
 def arm() -> None:
@@ -35,6 +41,20 @@ def arm() -> None:
         _complain(text, chosen)
     for patch in _in_order(patches):
         entries.setdefault(patch.id, Entry(patch))
+    if chosen.run_dir and not _writers and not _own_command():
+        from ultra_patches.rundir import Writer
+
+        _writers.append(Writer(chosen.run_dir, status))
+        for package, _, _ in facts.UPSTREAMS.values():
+            # So that who is killed has told what it imported, also where nothing is to be set.
+            hooks.watch(package, lambda *_: _proof(settings.read(entries)))
+    try:
+        _arm(patches, chosen)
+    finally:
+        _proof(chosen)
+
+
+def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
     if chosen.mode == "off":
         for entry in entries.values():
             entry.record(State.DISABLED, "ULTRA_PATCHES=off when ultra_patches was imported")
@@ -45,6 +65,17 @@ def arm() -> None:
         for row in status():
             if row.state in BAD:
                 _complain(f"{row.id} is {row.state.value}: {row.reason}", chosen)
+
+
+def _proof(chosen: settings.Settings) -> None:
+    """Tell the run directory what has become of the patches. Never raises, also in strict mode: it corrects nothing."""
+    for writer in _writers:
+        try:
+            said = writer.refresh()
+        except Exception as error:
+            said = f"ULTRA_PATCHES_RUN_DIR: {type(error).__name__}: {error}"
+        if said:
+            _complain(said, replace(chosen, mode="warn"))
 
 
 def _own_command() -> bool:
@@ -73,6 +104,8 @@ def disarm() -> None:
     """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
     for entry in reversed(entries.values()):
         _undo(entry)
+    while _writers:
+        _writers.pop().stop()
     hooks.unwatch_all()
     entries.clear()
     _complained.clear()
@@ -109,6 +142,7 @@ def revert(patch_id: str) -> None:
     except RuntimeError as error:
         raise UltraPatchesError(f"{patch_id} cannot be reverted: {error}") from error
     entry.record(State.REVERTED, "revert() was called in this process")
+    _proof(settings.read(entries))
 
 
 def _known(patch_id: str) -> Entry:
@@ -141,6 +175,13 @@ def _give_up(entry: Entry, state: State, reason: str) -> None:
 
 def _executed(module: ModuleType, late: bool) -> None:
     chosen = settings.read(entries)
+    try:
+        _set_what_waits(module, late, chosen)
+    finally:
+        _proof(chosen)
+
+
+def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -> None:
     concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
     decisions = [(entry, decision_for(entry.patch, chosen)) for entry in concerned]
     # Probes last: they must not run the functions of another patch that is half set.

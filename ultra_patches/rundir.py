@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -18,20 +17,17 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultra_patches.errors import UltraPatchesError
 from ultra_patches.facts import UPSTREAMS
 
 if TYPE_CHECKING:
     from ultra_patches.ledger import PatchStatus
 
 FORMAT = 1
-HEADINGS = ("host", "pid", "rank", "role", "imported", "digest", "patches")
 IN_FORCE = "in force"
 _BAD = ("drifted", "conflict", "failed")  # as gate.BAD
 
@@ -87,7 +83,7 @@ def _content(rows: Sequence[PatchStatus], host: str, pid: int) -> dict[str, Any]
         "patches": patches,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    process = _process("", content)
+    process = process_of("", content)
     # What is armed counts as set here; `read` knows what became of it in the others.
     content["digest"] = {name: process.digest(name, {}) for name in process.imported}
     return content
@@ -212,68 +208,7 @@ class Process:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Report:
-    """A folder as it was read. `broken` has a line a file, `groups` the processes by upstream and digest."""
-
-    processes: tuple[Process, ...]
-    broken: tuple[str, ...] = ()
-
-    @property
-    def groups(self) -> dict[str, dict[str, tuple[Process, ...]]]:
-        found: dict[str, dict[str, tuple[Process, ...]]] = {}
-        for upstream, users in _users(self).items():
-            usual = _usual_kinds(upstream, users)
-            for user in users:
-                group = found.setdefault(upstream, {})
-                digest = user.digest(upstream, usual)
-                group[digest] = (*group.get(digest, ()), user)
-        return found
-
-
-def read(folder: str | os.PathLike[str]) -> Report:
-    """Read every file of a run. Raises UltraPatchesError where there is none, or one of another format."""
-    try:
-        names = sorted(
-            path.name for path in Path(folder).iterdir() if path.suffix == ".json" and not path.name.startswith(".")
-        )
-    except OSError as error:
-        raise UltraPatchesError(f"{os.fspath(folder)} cannot be read: {error.strerror}") from error
-    processes, broken = [], []
-    for name in names:
-        path = Path(folder, name)
-        try:
-            data = json.loads(_bytes(path))
-            if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
-                by = f"ultra-patches {data.get('overlay')}"
-                raise UltraPatchesError(
-                    f"{path} has format {data['format']!r}, not {FORMAT}: read it with {by}, which wrote it"
-                )
-            processes.append(_process(name, data))
-        except FileNotFoundError:  # deleted since it was listed
-            continue
-        except OSError as error:
-            broken.append(f"{name} cannot be read: {error.strerror}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            broken.append(f"{name} is no whole file of ultra-patches")
-    if not processes and not broken:
-        raise UltraPatchesError(
-            f"no process wrote to {os.fspath(folder)}: set ULTRA_PATCHES_RUN_DIR to it on every host"
-        )
-    return Report(tuple(sorted(processes, key=lambda p: (p.host, p.pid, p.file))), tuple(broken))
-
-
-def _bytes(path: Path) -> bytes:
-    for _ in range(3):
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # on NFS: replaced by another host while it was open here
-                raise
-    return path.read_bytes()
-
-
-def _process(name: str, data: Mapping[str, Any]) -> Process:
+def process_of(name: str, data: Mapping[str, Any]) -> Process:
     installed = {str(key): value["version"] for key, value in data["upstreams"].items()}
     imported = {key: version for key, version in installed.items() if data["upstreams"][key]["imported"]}
     patches = {
@@ -294,79 +229,3 @@ def _process(name: str, data: Mapping[str, Any]) -> Process:
         installed=installed,
         patches=patches,
     )
-
-
-def _users(report: Report) -> dict[str, list[Process]]:
-    names = sorted({name for process in report.processes for name in process.imported})
-    return {name: [process for process in report.processes if name in process.imported] for name in names}
-
-
-def _usual(words: Iterable[str]) -> tuple[str, int]:
-    """The most frequent word and how often; of several, the one that says that a patch is in force."""
-    counts = Counter(words)
-    word = max(sorted(counts), key=lambda word: (counts[word], word == IN_FORCE, word != "not declared"))
-    return word, counts[word]
-
-
-def _usual_kinds(upstream: str, users: Sequence[Process]) -> dict[str, str]:
-    """What became of each patch in most processes that declare it and have come so far."""
-    ids = sorted({name for user in users for name, (of, _, _) in user.patches.items() if of == upstream})
-    settled = {name: [u.kind(name) for u in users if u.kind(name) not in ("armed", "not declared")] for name in ids}
-    return {name: _usual(kinds)[0] if kinds else IN_FORCE for name, kinds in settled.items()}
-
-
-def differences(report: Report) -> list[str]:
-    """A line for each process that imported an upstream and has not what most of the others have."""
-    lines: dict[str, None] = {}
-    for upstream, users in _users(report).items():
-        version, of_version = _usual(str(user.imported[upstream]) for user in users)
-        overlay, of_overlay = _usual(user.overlay for user in users)
-        kinds = {
-            patch_id: [usual if (kind := user.kind(patch_id)) == "armed" else kind for user in users]
-            for patch_id, usual in _usual_kinds(upstream, users).items()
-        }
-        for number, user in enumerate(users):
-            found = str(user.imported[upstream])
-            if found != version:
-                lines[f"{user.name}: {upstream} {found}, {version} in {of_version} of {len(users)}"] = None
-            if user.overlay != overlay:
-                lines[f"{user.name}: ultra-patches {user.overlay}, {overlay} in {of_overlay} of {len(users)}"] = None
-            for patch_id, all_kinds in kinds.items():
-                kind, of_kind = _usual(all_kinds)
-                mine = all_kinds[number]
-                # Another release may well need another correction; the release itself is named above.
-                if mine == kind or (found != version and {mine, kind} == {IN_FORCE, "not-needed"}):
-                    continue
-                why = f" ({user.patches[patch_id][2]})" if patch_id in user.patches else ""
-                lines[f"{user.name}: {patch_id} {user.kind(patch_id)}{why}, {kind} in {of_kind} of {len(users)}"] = None
-    return list(lines)
-
-
-def problems(report: Report) -> list[str]:
-    """Everything that fails a run: differences, needed corrections that are nowhere in force, and broken files."""
-    lacking: dict[str, list[str]] = {}
-    for user in report.processes:
-        for patch_id, (upstream, state, reason) in user.patches.items():
-            if upstream in user.imported and state in _BAD:
-                lacking.setdefault(f"{patch_id} {state} ({reason})", []).append(user.name)
-    several = [f"{what} in {len(names)} processes, first {names[0]}" for what, names in sorted(lacking.items())]
-    return [*differences(report), *several, *report.broken]
-
-
-def table(report: Report) -> list[tuple[str, ...]]:
-    """One row of texts a process, under HEADINGS."""
-    digests = {
-        (user.file, name): digest
-        for name, group in report.groups.items()
-        for digest, users in group.items()
-        for user in users
-    }
-    rows: list[tuple[str, ...]] = []
-    for process in report.processes:
-        counts = Counter(map(process.kind, process.patches))
-        patches = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        imported = ", ".join(f"{name} {version or '?'}" for name, version in process.imported.items()) or "-"
-        shown = ", ".join(digests[process.file, name] for name in process.imported) or "-"
-        rank = "-" if process.rank is None else str(process.rank)
-        rows.append((process.host, str(process.pid), rank, process.role, imported, shown, patches))
-    return rows

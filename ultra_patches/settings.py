@@ -18,6 +18,8 @@ class Settings:
     disable: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
     complaints: tuple[str, ...] = ()
+    #: Where each process writes what it has, None where it does not.
+    run_dir: str | None = None
 
     def excludes(self, patch_id: str) -> str | None:
         """Why the user does not want this patch, None where they do."""
@@ -52,5 +54,8 @@ def read(known_ids: Collection[str], environ: Mapping[str, str] | None = None) -
             for word in sorted(ids - set(known_ids))
         ]
         lists[variable] = ids
+    run_dir = env.get("ULTRA_PATCHES_RUN_DIR", "").strip() or None
+    if run_dir and not os.path.isabs(run_dir):  # noqa: PTH117 # pathlib is not needed for anything else here
+        complaints.append(f"ULTRA_PATCHES_RUN_DIR={run_dir!r} is not absolute: a process elsewhere writes elsewhere")
     only = lists["ULTRA_PATCHES_ONLY"] or None
-    return Settings(mode, lists["ULTRA_PATCHES_DISABLE"], only, tuple(complaints))
+    return Settings(mode, lists["ULTRA_PATCHES_DISABLE"], only, tuple(complaints), run_dir)

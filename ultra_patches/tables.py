@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ultra_patches import run_report
 from ultra_patches.gate import State
 from ultra_patches.ledger import PatchStatus
 from ultra_patches.patch import Patch
 from ultra_patches.retire import Row as Retirement
+from ultra_patches.run_report import Report
 from ultra_patches.verify import FAILURES, Row
 
 _COLOURS = {
@@ -51,6 +53,17 @@ def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> 
     console.print(table)
     for upstream in upstreams:
         console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")
+
+
+def run_dir(report: Report) -> None:
+    """One row for each process of a run."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for heading in run_report.HEADINGS:
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("pid", "rank"))
+    for row in run_report.table(report):
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def verify(

@@ -58,6 +58,7 @@ def run_probe(patch: Patch, *, patched: bool, environ: Mapping[str, str] | None 
     """Run a patch's probe in a fresh interpreter, with this patch and what it needs alone, or with none."""
     env = {**os.environ, **(environ or {}), "ULTRA_PATCHES": "warn" if patched else "off"}
     env.pop("ULTRA_PATCHES_DISABLE", None)
+    env.pop("ULTRA_PATCHES_RUN_DIR", None)  # a probe is no process of the run
     env["ULTRA_PATCHES_ONLY"] = ",".join(_with_needs(patch))
     command = [sys.executable, "-W", "ignore", "-m", "ultra_patches.probe_process", patch.id]
     try:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import rundir
+from ultra_patches import run_report, rundir
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.gate import BAD, State
 from ultra_patches.ledger import PatchStatus
-from ultra_patches.rundir import IN_FORCE, Process, Report
+from ultra_patches.run_report import Report
+from ultra_patches.rundir import IN_FORCE, Process
 
 STATES = [state.value for state in State]
 _numbers = itertools.count(1)
@@ -57,7 +58,7 @@ def test_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rundir.write(tmp_path / "a" / "run", [status(), absent, ready], host="node/1") is None
     (file,) = (tmp_path / "a" / "run").iterdir()
     assert file.name.startswith(f"node_1-{os.getpid()}-")
-    (read,) = rundir.read(tmp_path / "a" / "run").processes
+    (read,) = run_report.read(tmp_path / "a" / "run").processes
     assert (read.host, read.pid, read.ppid, read.rank) == ("node/1", os.getpid(), os.getppid(), 3)
     assert read.patches == {
         "p": ("json", "applied", "why"),
@@ -71,7 +72,7 @@ def test_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_second_write_replaces_the_first(tmp_path: Path) -> None:
     rundir.write(tmp_path, [status(state=State.ARMED)])
     rundir.write(tmp_path, [status()])
-    (read,) = rundir.read(tmp_path).processes
+    (read,) = run_report.read(tmp_path).processes
     assert read.patches["p"][1] == "applied"
     assert len(list(tmp_path.glob("*.json"))) == 1
 
@@ -79,9 +80,9 @@ def test_a_second_write_replaces_the_first(tmp_path: Path) -> None:
 def test_two_hosts_with_the_same_pid_lie_side_by_side(tmp_path: Path) -> None:
     rundir.write(tmp_path, [status()], host="node1")
     rundir.write(tmp_path, [status(state=State.DISABLED)], host="node2")
-    report = rundir.read(tmp_path)
+    report = run_report.read(tmp_path)
     assert [p.host for p in report.processes] == ["node1", "node2"]
-    (line,) = rundir.differences(report)
+    (line,) = run_report.differences(report)
     assert line.startswith(f"node2 pid {os.getpid()} rank ")
     assert line.endswith(": p disabled (why), in force in 1 of 2")
 
@@ -91,7 +92,7 @@ def test_a_rank_that_is_no_number_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     rundir.write(tmp_path, [])
-    assert rundir.read(tmp_path).processes[0].rank is None
+    assert run_report.read(tmp_path).processes[0].rank is None
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -102,21 +103,21 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         assert complaint.startswith(f"ULTRA_PATCHES_RUN_DIR={str(folder)!r} cannot be written (")
         assert "\n" not in complaint
     with pytest.raises(UltraPatchesError, match="cannot be read: Not a directory"):
-        rundir.read(tmp_path / "file")
+        run_report.read(tmp_path / "file")
 
 
 def test_missing_and_empty(tmp_path: Path) -> None:
     with pytest.raises(UltraPatchesError, match="cannot be read: No such file"):
-        rundir.read(tmp_path / "none")
+        run_report.read(tmp_path / "none")
     (tmp_path / ".node-1-1.json.1.0.tmp").write_text("{")
     with pytest.raises(UltraPatchesError, match=r"no process wrote to .*: set ULTRA_PATCHES_RUN_DIR"):
-        rundir.read(tmp_path)
+        run_report.read(tmp_path)
 
 
 def test_another_format(tmp_path: Path) -> None:
     (tmp_path / "node-1-1.json").write_text(json.dumps({"format": 2, "overlay": "9.0"}))
     with pytest.raises(UltraPatchesError, match=r"has format 2, not 1: read it with ultra-patches 9\.0") as caught:
-        rundir.read(tmp_path)
+        run_report.read(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -124,10 +125,10 @@ def test_another_format(tmp_path: Path) -> None:
 def test_what_is_no_whole_file_is_named(tmp_path: Path, text: str) -> None:
     rundir.write(tmp_path, [status()])
     (tmp_path / "node-1-1.json").write_bytes(text.encode("latin-1"))
-    report = rundir.read(tmp_path)
+    report = run_report.read(tmp_path)
     assert len(report.processes) == 1
     assert report.broken == ("node-1-1.json is no whole file of ultra-patches",)
-    assert rundir.problems(report) == list(report.broken)
+    assert run_report.problems(report) == list(report.broken)
 
 
 def test_every_beginning_of_a_file_is_broken(tmp_path: Path) -> None:
@@ -136,17 +137,17 @@ def test_every_beginning_of_a_file_is_broken(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in range(0, len(whole), 7):
         file.write_bytes(whole[:length])
-        assert not rundir.read(tmp_path).processes
+        assert not run_report.read(tmp_path).processes
 
 
 def test_a_folder_called_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").mkdir()
-    assert rundir.read(tmp_path).broken == ("a.json cannot be read: Is a directory",)
+    assert run_report.read(tmp_path).broken == ("a.json cannot be read: Is a directory",)
 
 
 def test_a_patch_that_is_not_declared() -> None:
     report = Report((process(), process(), process({"q": "applied"}, host="node2", pid=9, rank=None, role="API")))
-    assert rundir.differences(report) == [
+    assert run_report.differences(report) == [
         "node2 pid 9 rank - (API): p not declared, in force in 2 of 3",
         "node2 pid 9 rank - (API): q in force (why), not declared in 2 of 3",
     ]
@@ -154,13 +155,13 @@ def test_a_patch_that_is_not_declared() -> None:
 
 def test_a_patch_that_one_waits_with_and_the_other_does_not_know() -> None:
     report = Report((process({"p": "applied"}, pid=9), process({"p": "applied", "q": "armed"})))
-    assert rundir.differences(report) == ["node1 pid 9 rank 0 (Worker): q not declared, in force in 1 of 2"]
+    assert run_report.differences(report) == ["node1 pid 9 rank 0 (Worker): q not declared, in force in 1 of 2"]
 
 
 def test_other_versions() -> None:
     other = process({"p": "not-needed"}, pid=9, imported={"vllm": "0.33.0"})
     older = process(pid=8, overlay="0.0.9")
-    assert rundir.differences(Report((process(), process(), other, older))) == [
+    assert run_report.differences(Report((process(), process(), other, older))) == [
         "node1 pid 9 rank 0 (Worker): vllm 0.33.0, 0.20.0 in 3 of 4",
         "node1 pid 8 rank 0 (Worker): ultra-patches 0.0.9, 0.1.0 in 3 of 4",
     ]
@@ -168,19 +169,19 @@ def test_other_versions() -> None:
 
 def test_who_has_not_imported_it_is_not_asked() -> None:
     launcher = process({"p": "disabled"}, imported={}, overlay="0.0.1")
-    assert rundir.problems(Report((process(), launcher))) == []
+    assert run_report.problems(Report((process(), launcher))) == []
 
 
 def test_a_correction_that_is_nowhere_in_force() -> None:
     report = Report((process({"p": "drifted"}, pid=7), process({"p": "drifted"})))
-    assert rundir.differences(report) == []
-    assert rundir.problems(report) == ["p drifted (why) in 2 processes, first node1 pid 7 rank 0 (Worker)"]
+    assert run_report.differences(report) == []
+    assert run_report.problems(report) == ["p drifted (why) in 2 processes, first node1 pid 7 rank 0 (Worker)"]
 
 
 def test_the_table() -> None:
     first, second = process({"p": "applied", "q": "armed"}), process(imported={}, rank=None)
-    rows = rundir.table(Report((first, second)))
-    assert all(len(row) == len(rundir.HEADINGS) for row in rows)
+    rows = run_report.table(Report((first, second)))
+    assert all(len(row) == len(run_report.HEADINGS) for row in rows)
     assert rows[0][4:] == ("vllm 0.20.0", first.digest("vllm", {}), "1 armed, 1 in force")
     assert rows[1][2:6] == ("-", "Worker", "-", "-")
 
@@ -193,15 +194,15 @@ anything = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(STATES), min
 def test_what_is_armed_differs_from_nothing(states: dict[str, str], armed: set[str], others: int) -> None:
     waiting = process({name: "armed" if name in armed else state for name, state in states.items()})
     report = Report((waiting, *(process(states) for _ in range(others))))
-    assert rundir.differences(report) == []
+    assert run_report.differences(report) == []
     assert len(report.groups["vllm"]) == 1
 
 
 @given(st.lists(anything, min_size=1, max_size=6))
 def test_one_digest_is_no_difference_and_the_other_way_round(all_states: list[dict[str, str]]) -> None:
     report = Report(tuple(process(states) for states in all_states))
-    assert (rundir.differences(report) == []) == (len(report.groups["vllm"]) == 1)
-    assert all("\n" not in line for line in rundir.problems(report))
+    assert (run_report.differences(report) == []) == (len(report.groups["vllm"]) == 1)
+    assert all("\n" not in line for line in run_report.problems(report))
 
 
 @given(st.lists(anything, min_size=1, max_size=6), st.randoms())
@@ -209,7 +210,7 @@ def test_the_order_of_processes_does_not_matter(all_states: list[dict[str, str]]
     processes = [process(states) for states in all_states]
     shuffled = random.sample(processes, len(processes))
     one, other = Report(tuple(processes)), Report(tuple(shuffled))
-    assert sorted(rundir.differences(one)) == sorted(rundir.differences(other))
+    assert sorted(run_report.differences(one)) == sorted(run_report.differences(other))
     assert one.groups["vllm"].keys() == other.groups["vllm"].keys()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import rundir
+from ultra_patches import run_report
 
 from .site_dir import PROJECT
 
@@ -27,7 +27,7 @@ package.__path__ = [{str(PROJECT / "ultra_patches")!r}]
 package.__version__ = "0.1.0"
 sys.modules["ultra_patches"] = package
 from types import SimpleNamespace
-from ultra_patches import rundir
+from ultra_patches import run_report, rundir
 
 def rows(state="applied", reason="why"):
     value = SimpleNamespace(value=state)
@@ -74,15 +74,15 @@ def test_200_processes_write_while_a_reader_loops(tmp_path: Path) -> None:
     reads = 0
     while any(process.poll() is None for process in started):
         if any(run.glob("*.json")):
-            assert rundir.read(run).broken == ()
+            assert run_report.read(run).broken == ()
             reads += 1
     for process in started:
         finish(process)
-    report = rundir.read(run)
+    report = run_report.read(run)
     assert reads > 3
     assert len(report.processes) == 200
     assert {process.host for process in report.processes} == {"node0", "node1"}
-    assert rundir.problems(report) == []
+    assert run_report.problems(report) == []
     assert len(report.groups["json"]) == 1
     assert all(path.suffix == ".json" for path in run.iterdir())
 
@@ -107,7 +107,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         for process in processes:
             process.communicate(timeout=TIMEOUT_S)
             assert process.returncode == -signal.SIGKILL
-    report = rundir.read(run)
+    report = run_report.read(run)
     assert report.broken == ()
     assert len(report.processes) > 12
     assert {path.suffix for path in run.iterdir()} <= {".json", ".tmp"}
@@ -124,7 +124,7 @@ def test_a_forked_child_writes_its_own(tmp_path: Path) -> None:
     print(os.getpid(), child)
     """
     parent, child = map(int, finish(start(code, str(tmp_path / "run"))).split())
-    found = {process.pid: process.ppid for process in rundir.read(tmp_path / "run").processes}
+    found = {process.pid: process.ppid for process in run_report.read(tmp_path / "run").processes}
     assert found == {parent: os.getpid(), child: parent}
 
 
@@ -142,7 +142,7 @@ def test_a_forked_child_of_multiprocessing_has_its_name_and_its_last_state(tmp_p
     assert child.exitcode == 0
     """
     finish(start(code, str(tmp_path / "run"), RANK="0"))
-    found = {p.role: (p.rank, p.patches["p0"][1]) for p in rundir.read(tmp_path / "run").processes}
+    found = {p.role: (p.rank, p.patches["p0"][1]) for p in run_report.read(tmp_path / "run").processes}
     assert found == {"-c": (0, "armed"), "VllmWorker-3": (3, "applied")}
 
 
@@ -171,7 +171,7 @@ def test_a_child_forked_while_another_thread_writes(tmp_path: Path) -> None:
     process = start(code, str(tmp_path / "run"))
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err  # Python 3.12 warns of the fork itself
-    report = rundir.read(tmp_path / "run")
+    report = run_report.read(tmp_path / "run")
     assert (len(report.processes), report.broken) == (21, ())
 
 
@@ -202,7 +202,7 @@ def test_a_child_writes_although_a_thread_of_its_parent_was_at_it(tmp_path: Path
     process = start(code, str(tmp_path / "run"))
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err  # Python 3.12 warns of the fork itself
-    states = {p.pid: p.patches["p0"][1] for p in rundir.read(tmp_path / "run").processes}
+    states = {p.pid: p.patches["p0"][1] for p in run_report.read(tmp_path / "run").processes}
     assert states == {process.pid: "armed", int(out): "applied"}
 
 
@@ -220,7 +220,7 @@ def test_the_last_state_is_written_at_exit_wherever_the_program_went(tmp_path: P
         cwd=tmp_path,
     )
     assert process.wait(TIMEOUT_S) == 0
-    (read,) = rundir.read(tmp_path / "run").processes
+    (read,) = run_report.read(tmp_path / "run").processes
     assert read.patches["p0"][1] == "applied"
 
 
@@ -238,7 +238,7 @@ def test_the_role_is_the_title_that_the_process_gave_itself(tmp_path: Path, titl
         check=False,
     )
     assert done.returncode == 0
-    assert [process.role for process in rundir.read(tmp_path / "run").processes] == [role]
+    assert [process.role for process in run_report.read(tmp_path / "run").processes] == [role]
 
 
 def test_a_program_is_called_by_its_name(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_program_is_called_by_its_name(tmp_path: Path) -> None:
             timeout=TIMEOUT_S,
             check=True,
         )
-    assert [process.role for process in rundir.read(run).processes] == ["train.py", "train.py"]
+    assert [process.role for process in run_report.read(run).processes] == ["train.py", "train.py"]
 
 
 def test_a_stopped_writer_writes_no_more(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_stopped_writer_writes_no_more(tmp_path: Path) -> None:
     os.wait()
     """
     finish(start(code, str(tmp_path / "run")))
-    (read,) = rundir.read(tmp_path / "run").processes
+    (read,) = run_report.read(tmp_path / "run").processes
     assert read.patches["p0"][1] == "armed"
 
 

@@ -8,11 +8,14 @@ import platform
 import re
 import tempfile
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
 
 from compat import matrix, results
 from compat.matrix import Cell, Supported
+from ultra_patches.patch import Patch
 from ultra_patches.verify import judge, run_probe
 
 
@@ -20,7 +23,6 @@ def run(cell: Cell, supported: Supported) -> results.Result:
     """Run every patch of a cell's upstream on its release. Raises fetch.FetchError where it cannot be had."""
     began = time.perf_counter()
     path = matrix.python_path(cell, supported)
-    patches: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as cache:
         environ = {
             "PYTHONPATH": path,
@@ -31,14 +33,11 @@ def run(cell: Cell, supported: Supported) -> results.Result:
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         }
-        for patch in matrix.patches_of(cell.upstream):
-            without = run_probe(patch, patched=False, environ=environ)
-            with_patch = run_probe(patch, patched=True, environ=environ)
-            verdict, note = judge(without, with_patch, path.partition(":")[0])
-            if without.verdict == "absent":  # the lock learns it from here
-                verdict, note = "not needed", without.detail
-            rows = {"without": _plain(without), "with": _plain(with_patch), "verdict": verdict, "note": note}
-            patches[patch.id] = rows
+        root = path.partition(":")[0]
+        chosen = matrix.patches_of(cell.upstream)
+        with ThreadPoolExecutor(2) as pool:
+            rows = list(pool.map(lambda patch: _both(patch, environ, root), chosen))
+        patches: dict[str, object] = {patch.id: row for patch, row in zip(chosen, rows, strict=True)}
     return results.Result(
         cell.upstream,
         cell.release,
@@ -49,6 +48,15 @@ def run(cell: Cell, supported: Supported) -> results.Result:
         round(time.perf_counter() - began, 1),
         patches,
     )
+
+
+def _both(patch: Patch, environ: Mapping[str, str], root: str) -> dict[str, object]:
+    without = run_probe(patch, patched=False, environ=environ)
+    with_patch = run_probe(patch, patched=True, environ=environ)
+    verdict, note = judge(without, with_patch, root)
+    if without.verdict == "absent":  # the lock learns it from here
+        verdict, note = "not needed", without.detail
+    return {"without": _plain(without), "with": _plain(with_patch), "verdict": verdict, "note": note}
 
 
 def _plain(run: object) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import tomllib
 
 from compat import fetch
-from ultra_patches import discover, facts
+from ultra_patches import discover
 from ultra_patches.patch import Patch
 
 ROOT = Path(__file__).parent
@@ -75,11 +75,6 @@ def patches_of(upstream: str) -> list[Patch]:
     return [p for p in discover.patches()[0].values() if p.upstream == upstream and p.origin == "ultra-patches"]
 
 
-def keys_of(patch: Patch) -> list[str]:
-    """Every function whose source a patch's verdict depends on, as `module:name`."""
-    return list(dict.fromkeys([t.key for v in patch.variants for t in v.targets] + list(patch.watches)))
-
-
 def python_path(cell: Cell, supported: Supported) -> str:
     """PYTHONPATH that puts the release of a cell before what is installed; fetches it. Raises fetch.FetchError."""
     trees = [fetch.tree(cell.upstream, cell.release)]
@@ -91,7 +86,3 @@ def python_path(cell: Cell, supported: Supported) -> str:
 def file_of(module: str) -> str:
     """Where a module stands in a wheel. Packages are not needed: every target is in a leaf module."""
     return module.replace(".", "/") + ".py"
-
-
-def package_of(upstream: str) -> str:
-    return facts.UPSTREAMS[upstream][0]

@@ -133,7 +133,7 @@ def split(listed: Iterable[DistributionPackage], known: Sequence[str], *, pre: b
 def _releases(name: str, known: Sequence[str], new: Sequence[str]) -> tuple[Release, ...]:
     patches = matrix.patches_of(name)
     measured = _until(lock.load(), name, known)
-    keys = {key for patch in patches for key in matrix.keys_of(patch)}
+    keys = {key for patch in patches for key in patch.keys}
     paths = sorted({matrix.file_of(key.partition(":")[0]) for key in keys})
     # Read when the first difference turns up, which is seldom.
     before = functools.lru_cache(maxsize=1)(lambda: fetch.files(name, known[-1], paths))
@@ -194,14 +194,14 @@ def _row(
     titles = (f"{upstream} {last}", f"{upstream} {release}")
     old = before()
     was = _sources(patch, old)
-    functions = [_function(key, (was, sources), (old, texts), titles) for key in matrix.keys_of(patch)]
+    functions = [_function(key, (was, sources), (old, texts), titles) for key in patch.keys]
     seen[mark] = release
     return Row(patch.id, state, functions=tuple(f for f in functions if f is not None))
 
 
 def _sources(patch: Patch, texts: Mapping[str, str | None]) -> dict[str, fingerprint.Source]:
     found = {}
-    for key in matrix.keys_of(patch):
+    for key in patch.keys:
         module, _, name = key.partition(":")
         text = texts[matrix.file_of(module)]
         source = fingerprint.read(text, name) if text is not None else None

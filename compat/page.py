@@ -106,7 +106,7 @@ def digests(patch: Patch, release: str) -> tuple[str | None, ...]:
     functions = lock.load().functions.get(patch.upstream, {})
     return tuple(
         next((digest for digest, found in functions.get(key, {}).items() if release in found), None)
-        for key in matrix.keys_of(patch)
+        for key in patch.keys
     )
 
 
@@ -258,7 +258,7 @@ def _sources(patch: Patch, order: Sequence[str], seen: Mapping[str, Seen]) -> st
     """One column for each run of releases with the same source, one row for each function."""
     groups = [(mark, list(run)) for mark, run in itertools.groupby(order, key=lambda release: digests(patch, release))]
     body = ""
-    for i, key in enumerate(matrix.keys_of(patch)):
+    for i, key in enumerate(patch.keys):
         module, _, name = key.partition(":")
         note = _dotted(module) + (" (watched)" if key in patch.watches else "")
         body += f'<tr><th scope="row"><code>{_dotted(name)}</code><br><small>{note}</small></th>'

@@ -30,7 +30,7 @@ def scan(progress: Callable[[str], None] = lambda _: None) -> Scan:
     """Read every target of every supported release."""
     found = Scan()
     for name, supported in matrix.read().items():
-        keys = sorted({key for patch in matrix.patches_of(name) for key in matrix.keys_of(patch)})
+        keys = sorted({key for patch in matrix.patches_of(name) for key in patch.keys})
         paths = sorted({matrix.file_of(key.partition(":")[0]) for key in keys})
         with ThreadPoolExecutor(4) as pool:
             read = functools.partial(_read, name, paths)
@@ -82,7 +82,7 @@ def lock(found: Scan) -> dict[str, Any]:
         cells = {release: results.current(matrix.Cell(name, release)) for release in supported.releases}
         for patch in matrix.patches_of(name):
             marks = {
-                release: tuple(_digest(found, name, key, release) for key in matrix.keys_of(patch))
+                release: tuple(_digest(found, name, key, release) for key in patch.keys)
                 for release in supported.releases
             }
             measured = {

@@ -95,7 +95,7 @@ def test_each_patch_shows_its_source_and_links_upstream() -> None:
         assert {patch.bug} <= {a.attrs["href"] for a in shown.all("a")}
         sources, runs = shown.all("table")
         assert [tr.all("th")[0].text.split(" ")[0] for tr in sources.all("tr")[1:-1]] == [
-            "".join(key.split(":")[::-1]) for key in matrix.keys_of(patch)
+            "".join(key.split(":")[::-1]) for key in patch.keys
         ]
         groups = [th.text for th in sources.all("tr")[0].all("th")[1:]]
         assert groups[0].startswith(supported.releases[0])

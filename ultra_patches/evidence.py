@@ -64,5 +64,4 @@ def sources_of(patch: Patch) -> dict[str, Source]:
     upstream = upstream_of(patch.upstream)
     if upstream is None:
         return {}
-    keys = [t.key for v in patch.variants for t in v.targets] + list(patch.watches)
-    return {key: source for key in keys if (source := facts.read_source(upstream, key)) is not None}
+    return {key: source for key in patch.keys if (source := facts.read_source(upstream, key)) is not None}

@@ -89,6 +89,12 @@ class Patch:
     watches: tuple[str, ...] = ()
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """Every function whose source the verdict depends on, as `module:name`: targets of any variant, and watched ones."""
+        targets = [target.key for variant in self.variants for target in variant.targets]
+        return tuple(dict.fromkeys([*targets, *self.watches]))
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Every module to watch: those that hold a target of any variant, and those the probe waits for."""
         targets = [target.module for variant in self.variants for target in variant.targets]

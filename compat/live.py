@@ -8,7 +8,7 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
@@ -16,7 +16,7 @@ from importlib import metadata
 from compat import matrix, results
 from compat.matrix import Cell, Supported
 from ultra_patches.patch import Patch
-from ultra_patches.verify import judge, run_probe
+from ultra_patches.verify import Run, judge, run_probes, together
 
 
 def run(cell: Cell, supported: Supported) -> results.Result:
@@ -36,8 +36,10 @@ def run(cell: Cell, supported: Supported) -> results.Result:
         root = path.partition(":")[0]
         chosen = matrix.patches_of(cell.upstream)
         with ThreadPoolExecutor(2) as pool:
-            rows = list(pool.map(lambda patch: _both(patch, environ, root), chosen))
-        patches: dict[str, object] = {patch.id: row for patch, row in zip(chosen, rows, strict=True)}
+            rows = dict(
+                row for rows in pool.map(lambda group: _both(group, environ, root), together(chosen)) for row in rows
+            )
+        patches: dict[str, object] = {patch.id: rows[patch.id] for patch in chosen}
     return results.Result(
         cell.upstream,
         cell.release,
@@ -50,17 +52,22 @@ def run(cell: Cell, supported: Supported) -> results.Result:
     )
 
 
-def _both(patch: Patch, environ: Mapping[str, str], root: str) -> dict[str, object]:
-    without = run_probe(patch, patched=False, environ=environ)
-    with_patch = run_probe(patch, patched=True, environ=environ)
+def _both(patches: Sequence[Patch], environ: Mapping[str, str], root: str) -> list[tuple[str, dict[str, object]]]:
+    """The rows of patches that can share a process."""
+    without = run_probes(patches, patched=False, environ=environ)
+    with_patch = run_probes(patches, patched=True, environ=environ)
+    return [(patch.id, _judged(without[patch.id], with_patch[patch.id], root)) for patch in patches]
+
+
+def _judged(without: Run, with_patch: Run, root: str) -> dict[str, object]:
     verdict, note = judge(without, with_patch, root)
     if without.verdict == "absent":  # the lock learns it from here
         verdict, note = "not needed", without.detail
     return {"without": _plain(without), "with": _plain(with_patch), "verdict": verdict, "note": note}
 
 
-def _plain(run: object) -> dict[str, object]:
+def _plain(run: Run) -> dict[str, object]:
     """A run without the paths and the notes of this machine."""
-    data = asdict(run)  # type: ignore[call-overload] # a dataclass instance
+    data = asdict(run)
     data["detail"] = re.sub(r"/\S+/(?=\S+\.py)", "", data["detail"])
     return {key: data[key] for key in ("verdict", "detail", "state", "seconds", "import_seconds")}

@@ -111,10 +111,12 @@ def _code_on_disk(module: ModuleType, name: str) -> CodeType | None:
 def apply(patch_id: str, module: ModuleType, target: Target, *, decorated: bool, late: bool) -> Applied:
     """Set a target and read it back. Raises ForeignCodeError, or RuntimeError where the read-back fails."""
     place = resolve(module, target.name)
-    previous = owner_of(place.function)
-    if previous == patch_id:
-        return Applied(target, place.function.__wrapped__, place.function, 0)
-    if previous is None:
+    layer = place.function
+    while (owner := owner_of(layer)) is not None:
+        if owner == patch_id:
+            return Applied(target, layer.__wrapped__, layer, 0)
+        layer = layer.__wrapped__
+    if layer is place.function:
         check_pristine(module, target.name, place, decorated)
     original = place.function
     replacement = target.build(original, module)
@@ -133,6 +135,11 @@ def owner_of(function: Any) -> str | None:
     return patch_id if identity == id(function) else None
 
 
+def is_in_place(applied: Applied) -> bool:
+    """Whether ours still stands there, alone or under other patches."""
+    return replaced_since(applied) is None
+
+
 def replaced_since(applied: Applied) -> str | None:
     """What stands in the place of ours now, None where it is ours or another patch's over ours."""
     module = sys.modules.get(applied.target.module)
@@ -148,7 +155,10 @@ def replaced_since(applied: Applied) -> str | None:
 
 
 def revert(applied: Applied) -> None:
-    """Put the original back wherever ours is bound. Raises RuntimeError where someone has replaced ours since."""
+    """Put the original back wherever ours is bound; patches over ours must have been taken off before.
+
+    Raises RuntimeError where someone has replaced ours since.
+    """
     module = sys.modules.get(applied.target.module)
     if module is not None:
         replaced = replaced_since(applied)

@@ -1,4 +1,4 @@
-"""The command line: `ultra-patches status | explain | verify | retire`."""
+"""The command line: `ultra-patches status | explain | verify | doctor | retire`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,19 @@ def _run(argv: list[str] | None) -> int:
     verify = commands.add_parser("verify", help="run each probe without and with its patch, in fresh processes")
     verify.add_argument("ids", nargs="*", metavar="ID", help="all patches by default")
     verify.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    doctor = commands.add_parser("doctor", help="why a patch might not reach a process")
+    doctor.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
+    doctor.add_argument(
+        "--import", action="store_true", dest="imports", help="also import what is replaced, in fresh processes"
+    )
     retire = commands.add_parser("retire", help="which patch files may be deleted, and on what evidence")
     retire.add_argument(
         "--supported", action="extend", nargs="+", default=[], metavar="SPEC", help="for instance 'vllm>=0.26'"
     )
     retire.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     args = parser.parse_args(argv)
+    if args.command == "doctor":  # for which a setting that means nothing is a finding
+        return _doctor(args.json, args.imports)
     complaints = _complaints()
     for text in complaints:
         print(f"ultra-patches: {text}", file=sys.stderr)
@@ -157,6 +164,22 @@ def _explain(patch_id: str) -> int:
 
     tables.explain(entries[patch_id].patch)
     return 0
+
+
+def _doctor(as_json: bool, imports: bool) -> int:
+    from dataclasses import asdict
+
+    from ultra_patches.doctor import examine
+
+    findings = examine(imports=imports)
+    envelope = _envelope("doctor")
+    if as_json:
+        print(json.dumps({**envelope, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        from ultra_patches import tables
+
+        tables.doctor(findings, envelope["upstreams"])
+    return 1 if any(finding.severity == "problem" for finding in findings) else 0
 
 
 def _retire(supported: list[str], as_json: bool) -> int:

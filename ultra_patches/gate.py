@@ -69,16 +69,17 @@ class Evidence:
 def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]) -> dict[str, str]:
     """The digest of each function the verdict depends on; the empty string where it does not exist.
 
-    Without a variant, all targets of all variants: none of them fits, and that is what identifies the release.
+    Without a variant, all targets of all variants: none of them fits, and that is what identifies the release. What an
+    optional target does is no part of the verdict.
     """
     variants = patch.variants if variant is None else (variant,)
-    keys = dict.fromkeys([t.key for v in variants for t in v.targets] + list(patch.watches))
+    keys = dict.fromkeys([t.key for v in variants for t in v.required] + list(patch.watches))
     return {key: sources[key].digest if key in sources else "" for key in keys}
 
 
 def choose(patch: Patch, sources: Mapping[str, Source]) -> Variant | None:
-    """The first variant of which every target exists."""
-    return next((v for v in patch.variants if all(t.key in sources for t in v.targets)), None)
+    """The first variant of which every required target exists."""
+    return next((v for v in patch.variants if all(t.key in sources for t in v.required)), None)
 
 
 def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> Decision:
@@ -123,7 +124,7 @@ def _absent_there_too(upstream: Upstream, releases: tuple[str, ...], lock: Lock)
 def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, variant: Variant | None) -> Decision:
     here = f"{upstream.name} {upstream.version or 'of unknown version'}"
     if variant is None:
-        gone = ", ".join(t.key for v in patch.variants for t in v.targets if t.key not in evidence.sources)
+        gone = ", ".join(t.key for v in patch.variants for t in v.required if t.key not in evidence.sources)
         return Decision(
             Action.NOTHING,
             State.DRIFTED,
@@ -134,7 +135,9 @@ def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, v
     changed = [
         f"{t.key}{evidence.sources[t.key].signature}"
         for t in variant.targets
-        if (known := lock.signatures_of(upstream.name, t.key)) and evidence.sources[t.key].signature not in known
+        if t.key in evidence.sources
+        and (known := lock.signatures_of(upstream.name, t.key))
+        and evidence.sources[t.key].signature not in known
     ]
     if changed:
         return Decision(

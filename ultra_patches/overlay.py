@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ultra_patches import apply, discover, facts, hooks, settings
+from ultra_patches import apply, discover, facts, hooks, layers, settings
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.evidence import blocked_by, decision_for, sources_of, upstream_of
 from ultra_patches.gate import BAD, Action, Decision, State
@@ -86,11 +85,11 @@ def _own_command() -> bool:
 
 
 def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
-    """Each patch after those that it requires, however long the chain."""
+    """Each patch after those that it requires or is set over, however long the chain."""
     ordered: dict[str, Patch] = {}
 
     def add(patch: Patch, above: frozenset[str]) -> None:
-        for other in patch.requires:
+        for other in (*patch.requires, *patch.over):
             if other in patches and other not in above:
                 add(patches[other], above | {other})
         ordered.setdefault(patch.id, patch)
@@ -103,7 +102,7 @@ def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
 def disarm() -> None:
     """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
     for entry in reversed(entries.values()):
-        _undo(entry)
+        layers.take_off(entry)
     while _writers:
         _writers.pop().stop()
     hooks.unwatch_all()
@@ -138,7 +137,7 @@ def revert(patch_id: str) -> None:
         if patch_id in other.patch.requires and other.applied:
             revert(other.patch.id)
     try:
-        _undo(entry)
+        layers.take_off(entry)
     except RuntimeError as error:
         raise UltraPatchesError(f"{patch_id} cannot be reverted: {error}") from error
     entry.record(State.REVERTED, "revert() was called in this process")
@@ -149,28 +148,6 @@ def _known(patch_id: str) -> Entry:
     if patch_id not in entries:
         raise UltraPatchesError(f"no patch is called {patch_id!r} ({settings.nearest(patch_id, entries)})")
     return entries[patch_id]
-
-
-def _undo(entry: Entry) -> None:
-    """Raises RuntimeError, and changes nothing, where someone has replaced one of the functions since."""
-    for replaced in filter(None, map(apply.replaced_since, entry.applied.values())):
-        raise RuntimeError(f"{replaced}: revert that first, then this patch")
-    for key in list(reversed(entry.applied)):
-        apply.revert(entry.applied[key])
-        del entry.applied[key]
-    for applied in entry.earlier:
-        apply.rebind(applied.replacement, applied.original)
-    entry.earlier.clear()
-
-
-def _give_up(entry: Entry, state: State, reason: str) -> None:
-    """Take back what is still ours; what someone else has set over it since is left alone."""
-    for key in list(reversed(entry.applied)):
-        with contextlib.suppress(RuntimeError):
-            apply.revert(entry.applied[key])
-        del entry.applied[key]
-    _undo(entry)
-    entry.record(state, reason)
 
 
 def _executed(module: ModuleType, late: bool) -> None:
@@ -189,15 +166,17 @@ def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -
         try:
             _advance(entry, decision, module, late)
         except apply.ForeignCodeError as error:
-            _give_up(entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours")
+            layers.give_up(
+                entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
+            )
         except Exception as error:  # whatever went wrong must not end the user's import
             text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
-            _give_up(entry, State.FAILED, text)
+            layers.give_up(entry, State.FAILED, text)
     # Each comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
         blocked = blocked_by(entry.patch, chosen, (entry.patch.id,)) if entry.applied and entry.patch.requires else None
         if blocked is not None:
-            _give_up(entry, *blocked)
+            layers.give_up(entry, *blocked)
         elif entry not in concerned:
             continue
         if entry.state in BAD:
@@ -229,19 +208,28 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
         if not _shows_the_defect(entry, module, targets):
             return
         together = True
-    ready = all(hooks.ready(target.module, module.__name__) for target in targets)
+    required = decision.variant.required
+    ready = all(hooks.ready(target.module, module.__name__) for target in required)
     for target in targets:
-        if ready if together else target.module == module.__name__:
-            changed = _set(entry, sys.modules[target.module], target, late=late or together)
+        here = hooks.ready(target.module, module.__name__) if target.optional else ready
+        if (here if together else target.module == module.__name__) and _exists(target, entry):
+            changed = layers.put(entry, sys.modules[target.module], target, late=late or together)
             entry.late |= late and changed
-    if len(entry.applied) == len(targets):
+    if all(target.key in entry.applied for target in required):
         entry.record(State.APPLIED_LATE if entry.late else State.APPLIED, decision.reason)
+
+
+def _exists(target: Target, entry: Entry) -> bool:
+    return not target.optional or target.key in sources_of(entry.patch)
 
 
 def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, ...]) -> bool:
     """Probe the installed code, and record what it says where that is not the defect."""
     # What is still being executed has not all of its functions.
-    if not all(hooks.ready(n, module.__name__) for n in (*entry.patch.probe_after, *(t.module for t in targets))):
+    if not all(
+        hooks.ready(n, module.__name__)
+        for n in (*entry.patch.probe_after, *(t.module for t in targets if not t.optional))
+    ):
         return False
     finding = entry.patch.probe()
     if finding.verdict is Verdict.DEFECT:
@@ -249,19 +237,6 @@ def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, .
     clean = finding.verdict is Verdict.CLEAN
     entry.record(State.NOT_NEEDED if clean else State.DRIFTED, f"the probe says: {finding.detail}")
     return False
-
-
-def _set(entry: Entry, module: ModuleType, target: Target, *, late: bool) -> bool:
-    """Set one target; False where it was set already."""
-    source = sources_of(entry.patch).get(target.key)
-    before = entry.applied.get(target.key)
-    now = apply.apply(entry.patch.id, module, target, decorated=bool(source and source.decorated), late=late)
-    if before is not None and now.replacement is before.replacement:
-        return False
-    if before is not None:
-        entry.earlier.append(before)
-    entry.applied[target.key] = now
-    return True
 
 
 def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
@@ -272,10 +247,9 @@ def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
         shown.variant = decision.variant
         shown.record(decision.state, decision.reason)
         if entry.applied and decision.variant is not None:
-            waiting = [t.module for t in decision.variant.targets if t.key not in entry.applied]
-            shown.reason = (
-                f"{len(entry.applied)} of {len(decision.variant.targets)} targets set, waiting for {waiting[0]}"
-            )
+            required = decision.variant.required
+            waiting = [t.module for t in required if t.key not in entry.applied]
+            shown.reason = f"{len(required) - len(waiting)} of {len(required)} targets set, waiting for {waiting[0]}"
     elif entry.state in (State.APPLIED, State.APPLIED_LATE):
         for applied in entry.applied.values():
             replaced = apply.replaced_since(applied)

@@ -42,6 +42,8 @@ class Target:
     module: str
     name: str
     build: Build = field(repr=False)
+    #: Set where it is there and imported, but not waited for: the correction is in force without it.
+    optional: bool = False
 
     @property
     def key(self) -> str:
@@ -50,10 +52,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Variant:
-    """The targets of one family of releases. The first variant whose targets all exist is the one that is set."""
+    """The targets of one family of releases. The first variant whose required targets all exist is the one that is set."""
 
     name: str
     targets: tuple[Target, ...]
+
+    @property
+    def required(self) -> tuple[Target, ...]:
+        """The targets without which the defect is not corrected."""
+        return tuple(target for target in self.targets if not target.optional)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,8 @@ class Patch:
     prepare: Callable[[], None] | None = field(default=None, repr=False)
     #: Patches without which this one would do harm.
     requires: tuple[str, ...] = ()
+    #: Patches that this one is set over where both replace the same function.
+    over: tuple[str, ...] = ()
     #: Functions that are not replaced but decide whether the defect shows, as `module:name`.
     watches: tuple[str, ...] = ()
 

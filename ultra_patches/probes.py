@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+META = "vllm.model_executor.model_loader.reload.meta"
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -36,26 +37,42 @@ def parameter(*shape: int, value: float = 0.0) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.full(shape, value, device="cpu"), requires_grad=False)
 
 
-def load(model: torch.nn.Module, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Hand weights to the loaders, as every model's `load_weights` does: the parameters are looked up once."""
+def load(model: torch.nn.Module, weights: Sequence[tuple[Any, ...]]) -> None:
+    """Hand weights to the loaders, as every model's `load_weights` does: the parameters are looked up once.
+
+    A weight is a name, a tensor, and what its loader takes besides, such as the shard.
+    """
 
     def copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
         param.data.copy_(loaded_weight)
 
     parameters = dict(model.named_parameters())
-    for name, value in weights:
+    for name, value, *more in weights:
         target = parameters[name]
-        getattr(target, "weight_loader", copy)(target, value)
+        getattr(target, "weight_loader", copy)(target, value, *more)
 
 
-def session(model: torch.nn.Module, *chunks: Sequence[tuple[str, torch.Tensor]]) -> None:
+def session(model: torch.nn.Module, *chunks: Sequence[tuple[Any, ...]]) -> None:
     """One weight-update session on the installed vLLM: initialize, load every chunk, finalize."""
+    begin(model)
+    for chunk in chunks:
+        load(model, chunk)
+    finish(model)
+
+
+def begin(model: torch.nn.Module) -> None:
+    """Start a session on the installed vLLM."""
     import importlib
 
     layerwise: Any = importlib.import_module(LAYERWISE)
     layerwise.initialize_layerwise_reload(model)
-    for chunk in chunks:
-        load(model, chunk)
+
+
+def finish(model: torch.nn.Module) -> None:
+    """End a session on the installed vLLM."""
+    import importlib
+
+    layerwise: Any = importlib.import_module(LAYERWISE)
     layerwise.finalize_layerwise_reload(model, SimpleNamespace(dtype=None, quantization=None))
 
 

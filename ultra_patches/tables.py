@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultra_patches import run_report
+from ultra_patches.doctor import Finding
 from ultra_patches.gate import State
 from ultra_patches.ledger import PatchStatus
 from ultra_patches.patch import Patch
@@ -26,7 +27,7 @@ _COLOURS = {
     "failed": "bold red",
     "corrected": "green",
     "inconclusive": "yellow",
-    **dict.fromkeys(FAILURES, "bold red"),
+    **dict.fromkeys([*FAILURES, "problem"], "bold red"),
 }
 
 
@@ -103,6 +104,23 @@ def retire(rows: Sequence[Retirement]) -> None:
         console.print(f"{row.id}: delete {', '.join(row.files)} and the entry point {row.entry_point}", soft_wrap=True)
         if row.tests:
             console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
+
+
+def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> None:
+    """Each finding in full, or one line where there is none."""
+    console = _console()
+    for finding in findings:
+        # Unbroken, so that what is to be typed can be copied.
+        what = Text.assemble(_coloured(finding.severity), f" {finding.check}: {finding.what}")
+        console.print(what, soft_wrap=True, highlight=False)
+        for heading in ("where", "means", "do"):
+            line = Text.assemble((f"  {heading:6}", "dim"), getattr(finding, heading))
+            console.print(line, soft_wrap=True, highlight=False)
+    if not findings:
+        seen = (
+            ", ".join(f"{upstream['name']} {upstream['version']}" for upstream in upstreams) or "no upstream installed"
+        )
+        console.print(Text(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
 
 
 def explain(patch: Patch) -> None:

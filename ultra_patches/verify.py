@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ultra_patches import facts
 from ultra_patches.evidence import decision_for
 from ultra_patches.gate import State
 from ultra_patches.patch import Patch, Verdict
+from ultra_patches.probe_process import with_needs
 from ultra_patches.settings import Settings
 
 #: Verdicts of a row that make `verify` fail.
@@ -54,57 +55,80 @@ class Row:
         return asdict(self)
 
 
-def run_probe(patch: Patch, *, patched: bool, environ: Mapping[str, str] | None = None, timeout: float = 300) -> Run:
-    """Run a patch's probe in a fresh interpreter, with this patch and what it needs alone, or with none."""
+def run_probes(
+    patches: Sequence[Patch], *, patched: bool, environ: Mapping[str, str] | None = None, timeout: float = 600
+) -> dict[str, Run]:
+    """Run the probes of patches that share an upstream, in forks of one fresh interpreter.
+
+    Each has its own patch and what that needs, or none. Gives a run for each id.
+    """
     env = {**os.environ, **(environ or {}), "ULTRA_PATCHES": "warn" if patched else "off"}
     env.pop("ULTRA_PATCHES_DISABLE", None)
     env.pop("ULTRA_PATCHES_RUN_DIR", None)  # a probe is no process of the run
-    env["ULTRA_PATCHES_ONLY"] = ",".join(_with_needs(patch))
-    command = [sys.executable, "-W", "ignore", "-m", "ultra_patches.probe_process", patch.id]
+    ids = [patch.id for patch in patches]
+    env["ULTRA_PATCHES_ONLY"] = ",".join(dict.fromkeys(need for one in ids for need in with_needs(one)))
+    command = [sys.executable, "-W", "ignore", "-m", "ultra_patches.probe_process", *ids]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return Run(Verdict.INCONCLUSIVE.value, f"no answer within {timeout:.0f} s", "?", "")
-    lines = done.stdout.strip().splitlines()
-    try:
-        data = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        tail = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
-        return Run(Verdict.INCONCLUSIVE.value, f"the process ended with {done.returncode}: {tail}", "?", "")
-    keys = ("verdict", "detail", "state", "reason", "seconds", "import_seconds", "files", "note")
-    return Run(**{key: data[key] for key in keys})
+        silent = Run(Verdict.INCONCLUSIVE.value, f"no answer within {timeout:.0f} s", "?", "")
+        return dict.fromkeys(ids, silent)
+    tail = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
+    dead = Run(Verdict.INCONCLUSIVE.value, f"the process ended with {done.returncode}: {tail}", "?", "")
+    return {**dict.fromkeys(ids, dead), **_printed(done.stdout)}
 
 
-def _with_needs(patch: Patch) -> list[str]:
-    from ultra_patches.ledger import entries
-
-    found = [patch.id]
-    for patch_id in found:
-        needs = (
-            patch.requires if patch_id == patch.id else entries[patch_id].patch.requires if patch_id in entries else ()
-        )
-        found += [other for other in needs if other not in found]
+def _printed(output: str) -> dict[str, Run]:
+    """What each probe printed, between whatever else the upstream prints."""
+    found: dict[str, Run] = {}
+    for line in output.splitlines():
+        if line.startswith('{"id": '):
+            data = json.loads(line)
+            known = {f.name for f in fields(Run)}
+            found[data["id"]] = Run(**{key: value for key, value in data.items() if key in known})
     return found
 
 
+def together(patches: Iterable[Patch]) -> list[list[Patch]]:
+    """Patches whose probes can share a process: of one upstream, which is imported in the same way."""
+    groups: dict[object, list[Patch]] = {}
+    for patch in patches:
+        groups.setdefault((patch.upstream, patch.prepare), []).append(patch)
+    return list(groups.values())
+
+
 def verify(patches: Iterable[Patch], progress: Callable[[str], None] = lambda _: None) -> Iterator[Row]:
-    """One row a patch, in order, two patches at a time. `progress` is told what is about to run."""
+    """One row a patch, two processes at a time. `progress` is told what is about to run."""
     with ThreadPoolExecutor(2) as pool:
-        yield from pool.map(functools.partial(_verify, progress), patches)
+        for rows in pool.map(functools.partial(_verify, progress), together(patches)):
+            yield from rows
 
 
-def _verify(progress: Callable[[str], None], patch: Patch) -> Row:
-    upstream = facts.locate(patch.upstream)
+def _verify(progress: Callable[[str], None], patches: Sequence[Patch]) -> list[Row]:
+    name = patches[0].upstream
+    upstream = facts.locate(name)
     if upstream is None:
-        return Row(patch.id, patch.upstream, None, None, None, "not installed", f"{patch.upstream} is not installed")
-    progress(f"{patch.id}: without the patch")
-    without = run_probe(patch, patched=False)
-    decision = decision_for(patch, Settings())
-    if decision.state is State.NOT_NEEDED and without.verdict in ("clean", "absent"):
-        # Nothing would be set, so the second process would run the same code.
-        return Row(patch.id, patch.upstream, upstream.version, without, None, "not needed", decision.reason)
-    progress(f"{patch.id}: with the patch")
-    with_patch = run_probe(patch, patched=True)
+        why = f"{name} is not installed"
+        return [Row(patch.id, name, None, None, None, "not installed", why) for patch in patches]
+    progress(f"{name}: without patches")
+    without = run_probes(patches, patched=False)
+    decisions = {patch.id: decision_for(patch, Settings()) for patch in patches}
+    # Elsewhere nothing would be set, so a second process would run the same code.
+    affected = [
+        patch
+        for patch in patches
+        if decisions[patch.id].state is not State.NOT_NEEDED or without[patch.id].verdict not in ("clean", "absent")
+    ]
+    progress(f"{name}: with each patch")
+    patched = run_probes(affected, patched=True) if affected else {}
+    return [
+        _row(patch, upstream, without[patch.id], patched.get(patch.id), decisions[patch.id].reason) for patch in patches
+    ]
+
+
+def _row(patch: Patch, upstream: facts.Upstream, without: Run, with_patch: Run | None, reason: str) -> Row:
+    if with_patch is None:
+        return Row(patch.id, patch.upstream, upstream.version, without, None, "not needed", reason)
     verdict, said = judge(without, with_patch, str(upstream.root))
     return Row(patch.id, patch.upstream, upstream.version, without, with_patch, verdict, said or without.note or "")
 

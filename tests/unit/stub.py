@@ -59,7 +59,7 @@ def declare(patch_id: str, *targets: Any, **fields: Any) -> Any:
 
 def known(verdict: str, *patches: Any, release: str = "0.20.0") -> None:
     """Put what is on disk now into the lock: these patches were measured so on a release with these sources."""
-    from ultra_patches import gate, lock, overlay
+    from ultra_patches import evidence, gate, lock
 
     before = lock.load()
     functions: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
@@ -67,7 +67,7 @@ def known(verdict: str, *patches: Any, release: str = "0.20.0") -> None:
     }
     verdicts = {**before.verdicts}
     for patch in patches:
-        sources = overlay.sources_of(patch)
+        sources = evidence.sources_of(patch)
         for key, digest in gate.digests(patch, gate.choose(patch, sources), sources).items():
             functions.setdefault(patch.upstream, {}).setdefault(key, {})[digest] = (release,)
         verdicts[patch.id] = {release: verdict}

@@ -109,7 +109,7 @@ def test_a_verdict_of_verify_is_taken_instead(vllm: Site, kept: str, state: str)
         from ultra_patches.ledger import entries
         from ultra_patches.patch import Verdict
         patch = entries["toy"].patch
-        report(verdicts.keep(patch, overlay.sources_of(patch), Verdict.{kept}))
+        report(verdicts.keep(patch, evidence.sources_of(patch), Verdict.{kept}))
     """)
     assert vllm.ask(f"import ultra_patches, {META}\nreport(row('toy')['state'])") == state
 

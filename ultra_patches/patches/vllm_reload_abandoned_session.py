@@ -1,0 +1,118 @@
+"""A session that failed or was never finished leaves layers without memory, and the next one skips them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
+from ultra_patches.probes import LAYERWISE, begin, load, parameter, poisoned, record, session
+
+_WORKER = "vllm.v1.worker.gpu_worker"
+
+
+def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from ultra_patches import abandoned_session
+
+    def initialize_layerwise_reload(model: Any) -> None:
+        abandoned_session.forget_session(module, model)
+        with abandoned_session.abandon_on_failure(module, "the start of a weight update"):
+            original(model)
+
+    return initialize_layerwise_reload
+
+
+def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from ultra_patches import abandoned_session
+
+    def _layerwise_process(layer: Any, info: Any) -> None:
+        if not abandoned_session.holds_back(info):
+            original(layer, info)
+
+    return _layerwise_process
+
+
+def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from ultra_patches import abandoned_session
+
+    def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
+        with abandoned_session.abandon_on_failure(module, "the end of a weight update"):
+            abandoned_session.take_all(module, model)
+            original(model, *args, **kwargs)
+
+    return finalize_layerwise_reload
+
+
+def build_worker(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    from ultra_patches import abandoned_session
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        layerwise = importlib.import_module(LAYERWISE)
+        with abandoned_session.abandon_on_failure(layerwise, original.__name__):
+            return original(*args, **kwargs)
+
+    return update
+
+
+def probe() -> Finding:
+    """Start a session, load one of two weights, and start again as after a failure."""
+    import torch
+
+    with poisoned(), torch.device("cpu"):
+        layer = torch.nn.Module()
+        layer.a, layer.b = parameter(2), parameter(2)
+        record(layer)
+        both = [("a", torch.ones(2)), ("b", torch.ones(2))]
+        load(layer, both)
+        address = layer.a.data_ptr()
+        begin(layer)
+        load(layer, [("a", torch.full((2,), 2.0))])
+        session(layer, [(name, torch.full((2,), 3.0)) for name in "ab"])
+        values = {name: "without memory" if p.is_meta else p.tolist() for name, p in layer.named_parameters()}
+        moved = layer.a.data_ptr() != address
+    if values != {"a": [3.0, 3.0], "b": [3.0, 3.0]} or moved:
+        said = ", ".join(f"{name} is {value}" for name, value in values.items())
+        return Finding(Verdict.DEFECT, f"after a failed session the next one, of 3.0, gives: {said}")
+    return Finding(Verdict.CLEAN, "the session after a failed one loads as if that had not been")
+
+
+PATCH = Patch(
+    id="vllm-reload-abandoned-session",
+    title="A session that failed leaves the old weights, and the next one starts clean",
+    upstream="vllm",
+    description=(
+        "While a session is open the layers that are not complete have parameters without memory. Nothing gives them back "
+        "when a transport, a loader or a trainer fails, so the engine cannot generate; and the next session skips those "
+        "layers and goes on with the counts and the kept weights of the failed one, which ends in garbage without an "
+        "error. With the patch a failure gives the waiting layers their old tensors at their old addresses, a new session "
+        "first ends one that was left open, and a warning says whether other layers had taken new weights already. With "
+        "ULTRA_PATCHES_ATOMIC_RELOAD=1 none do before the session ends, which needs memory for all that was received."
+    ),
+    who="weight updates that can fail half-way and are retried: elastic trainers, timeouts, preemption",
+    origin="ultra-patches",
+    bug="not reported upstream, see docs/reports.md#vllm-reload-abandoned-session",
+    upstream_pr="none",
+    pr_state="not proposed",
+    affected=">=0.16.0",
+    fixed_in=None,
+    removal="upstream ends a session that failed",
+    last_checked="2026-11-30",
+    variants=(
+        Variant(
+            "all",
+            (
+                Target(LAYERWISE, "initialize_layerwise_reload", build_initialize),
+                Target(LAYERWISE, "_layerwise_process", build_process),
+                Target(LAYERWISE, "finalize_layerwise_reload", build_finalize),
+                Target(_WORKER, "Worker.update_weights", build_worker, optional=True),
+                Target(_WORKER, "Worker.finish_weight_update", build_worker, optional=True),
+                Target(_WORKER, "Worker.reload_weights", build_worker, optional=True),
+            ),
+        ),
+    ),
+    probe=probe,
+    probe_after=(LAYERWISE,),
+    over=("vllm-reload-keep-unsent",),
+)

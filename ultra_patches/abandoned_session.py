@@ -17,6 +17,9 @@ from ultra_patches.errors import UltraPatchesWarning
 #: Set to 1, no layer takes its new weights before the session ends, at the price of holding all of them until then.
 ATOMIC = "ULTRA_PATCHES_ATOMIC_RELOAD"
 
+#: The attribute of an info with the copies that stand for parameters which upstream leaves in place in a session.
+STAGED = "ultra_staged"
+
 #: Not empty while `take_all` runs.
 _taking: list[ModuleType] = []
 
@@ -32,6 +35,7 @@ def abandon(module: ModuleType, layers: Iterable[Any] | None = None) -> int:
     count = 0
     for layer in list(module.LAYERWISE_INFO if layers is None else layers):
         info = module.get_layerwise_info(layer)
+        unstage(layer, info)
         if not in_session(info):
             continue
         count += info.load_numel_total > 0
@@ -40,6 +44,13 @@ def abandon(module: ModuleType, layers: Iterable[Any] | None = None) -> int:
     # Since 0.21; only decides about a warning.
     getattr(module, "LOADING_LAYERS", set()).clear()
     return count
+
+
+def unstage(layer: Any, info: Any) -> None:
+    """Put the live parameters back for which copies stand."""
+    for name, staged in vars(info).pop(STAGED, {}).items():
+        if layer._parameters.get(name) is staged.copy:
+            layer._parameters[name] = staged.live
 
 
 @contextlib.contextmanager

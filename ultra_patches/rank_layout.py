@@ -157,11 +157,6 @@ def check(selected: Selected, gpu: str, itemsizes: Mapping[str, int], buffer_byt
             raise ValueError(
                 f"{where}: {name} has {size} bytes in the buffer, but {layout.dtype_names[index]} {shape} takes {wanted}"
             )
-        if offset % itemsize and size:
-            raise ValueError(
-                f"{where}: {name} starts at byte {offset}, which is no multiple of the {itemsize} bytes of "
-                f"{layout.dtype_names[index]}: send wider dtypes first, or unpacked"
-            )
         offset += size
         if offset > buffer_bytes:
             raise ValueError(f"{where}: {name} ends at byte {offset} of a buffer of {buffer_bytes}")

@@ -54,11 +54,6 @@ def test_nothing_passes() -> None:
         (changed(shapes=[[2, 3], [4]]), 34, r"b has 10 bytes in the buffer, but bfloat16 \[4\] takes 8"),
         (GOOD, 33, "b ends at byte 34 of a buffer of 33"),
         (GOOD, 0, "w ends at byte 24 of a buffer of 0"),
-        (
-            Layout(["s", "w"], ["torch.uint8", "float32"], [[1], [1]], [1, 4]),
-            5,
-            "w starts at byte 1, which is no multiple of the 4 bytes of float32: send wider dtypes first, or unpacked",
-        ),
     ],
 )
 def test_what_does_not_fit_names_rank_gpu_and_parameter(layout: Layout, buffer: int, message: str) -> None:

@@ -129,10 +129,11 @@ def test_a_name_sent_twice_is_an_error_that_names_it(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", [r for r in RELEASES if r not in NO_GATHER])
-def test_an_offset_that_does_not_fit_the_dtype_is_an_error_that_names_it(release: str) -> None:
-    got = patched(release)["results"]["misaligned:packed"]
-    assert "rank 1 on GPU GPU-1: w1 starts at byte 6" in got["errors"][1]
-    assert patched(release)["results"]["misaligned:unpacked"]["wrong"] == []
+def test_an_offset_that_does_not_fit_the_dtype_arrives(release: str) -> None:
+    """With `vllm-packed-alignment`; without it torch refuses to view fp32 at byte 6."""
+    for word in ("misaligned:packed", "misaligned:unpacked"):
+        got = patched(release)["results"][word]
+        assert (got["wrong"], got["errors"]) == ([], [None, None]), word
 
 
 @pytest.mark.parametrize("release", RELEASES)

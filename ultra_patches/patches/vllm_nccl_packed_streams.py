@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
+from ultra_patches.probes import poisoned
 
 _MODULE = "vllm.distributed.weight_transfer.packed_tensor"
 _NAMES = ("packed_nccl_broadcast_consumer", "packed_broadcast_consumer")
@@ -59,7 +60,7 @@ def probe() -> Finding:
             seen.extend(tensor[0].item() for tensor in kept)
 
     packs = [torch.full((4,), value).view(torch.uint8) for value in (2.0, 3.0)]
-    with streams():
+    with poisoned(), streams():
         meta = iter([("a", ([4], torch.float32)), ("b", ([4], torch.float32))])
         consume(iterator=meta, group=Group(packs), src=0, post_unpack_func=load, buffer_size_bytes=8, num_buffers=2)
     getattr(getattr(module, "_get_streams", None), "cache_clear", lambda: None)()

@@ -114,5 +114,5 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
-    over=("vllm-reload-keep-unsent",),
+    over=("vllm-reload-keep-unsent", "vllm-reload-live-write"),
 )

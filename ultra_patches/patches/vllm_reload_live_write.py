@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from ultra_patches import abandoned_session
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.probes import LAYERWISE, META, begin, finish, load, parameter, poisoned, record, session
 
-#: Address of a live parameter -> the parameter, and the copy that stands for it until the session ends.
-_staged: dict[int, tuple[Any, Any]] = {}
+
+@dataclass(frozen=True)
+class Staged:
+    """A live parameter, the copy that stands for it until the session ends, and its value at the start."""
+
+    live: Any
+    copy: Any
+    before: Any
+
+
+#: Address of a live parameter -> the copy that stands for it, which two modules share as they share the parameter.
+_copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def initialize_layerwise_reload(model: Any) -> None:
-        _staged.clear()
+        for layer in model.modules():
+            info = module.get_layerwise_info(layer)
+            if not info.can_load():
+                abandoned_session.unstage(layer, info)
         original(model)
 
     return initialize_layerwise_reload
@@ -24,27 +40,51 @@ def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callab
 def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def restore_layer_on_meta(layer: Any, info: Any) -> None:
         original(layer, info)
+        staged = {}
         for name, live in layer._parameters.items():
             if live is not None and name in module.SKIP_TENSORS:
-                # One that two modules share stays one.
-                layer._parameters[name] = _staged.setdefault(id(live), (live, _copy(live)))[1]
+                copy = _copies.get(id(live))
+                if copy is None:
+                    copy = _copies[id(live)] = _copy(live)
+                staged[name] = Staged(live, copy, live.data.clone())
+                layer._parameters[name] = copy
+        if staged:
+            setattr(info, abandoned_session.STAGED, staged)
 
     return restore_layer_on_meta
 
 
+def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _layerwise_process(layer: Any, info: Any) -> None:
+        late = {name: s for name, s in _staged(info).items() if name in _never_counted(module)}
+        for name, staged in late.items():
+            # Upstream copies what stands here into the live one, and its weights may not have come yet.
+            layer._parameters[name] = staged.live
+        original(layer, info)
+        for name, staged in late.items():
+            layer._parameters[name] = staged.copy
+
+    return _layerwise_process
+
+
 def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
-        # A session that was abandoned has given the live ones back, and its copies are worth nothing.
-        is_open = any(module.get_layerwise_info(layer).can_load() for layer in model.modules())
         original(model, *args, **kwargs)
-        if is_open:
-            for name, live in model.named_parameters():
-                # The others are counted, so that their layer has copied them, perhaps after processing.
-                if name.rpartition(".")[2] in _never_counted(module) and id(live) in _staged:
-                    live.data.copy_(_staged[id(live)][1])
-        _staged.clear()
+        for layer in model.modules():
+            info = module.get_layerwise_info(layer)
+            for name, staged in _staged(info).items():
+                # The others are counted, so that their layer has copied them, perhaps after processing. One that did
+                # not change may have been loaded past this session.
+                if name in _never_counted(module) and not staged.before.equal(staged.copy):
+                    staged.live.data.copy_(staged.copy)
+            abandoned_session.unstage(layer, info)
 
     return finalize_layerwise_reload
+
+
+def _staged(info: Any) -> dict[str, Staged]:
+    found: dict[str, Staged] = vars(info).get(abandoned_session.STAGED, {})
+    return found
 
 
 def _never_counted(module: ModuleType) -> Any:
@@ -115,6 +155,7 @@ PATCH = Patch(
             (
                 Target(LAYERWISE, "initialize_layerwise_reload", build_initialize),
                 Target(META, "restore_layer_on_meta", build_restore),
+                Target(LAYERWISE, "_layerwise_process", build_process),
                 Target(LAYERWISE, "finalize_layerwise_reload", build_finalize),
             ),
         ),

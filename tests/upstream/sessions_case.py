@@ -1,0 +1,208 @@
+"""Draw models of small layers and weight-update sessions, and compare with plain loading; print what failed as JSON.
+
+    PYTHONPATH=<sources of a release> VLLM_TARGET_DEVICE=cpu python sessions_case.py [--examples N]
+
+What is right is said by the same loaders on a model that knows no sessions. Memory that nobody wrote is NaN, and every tensor
+is filled with NaN once its load call has returned, as a transport does that receives into one buffer.
+"""
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import ultra_patches
+from ultra_patches import probes
+from ultra_patches.abandoned_session import ATOMIC
+
+RELOAD = "vllm.model_executor.model_loader.reload"
+#: What a layer can hold. A name says how it behaves.
+KINDS = (
+    "plain", "composed", "stacked", "padded", "bias", "e_score_correction_bias",
+    "table", "scratch", "shared", "late", "viewed",
+)  # fmt: skip
+#: Never sent.
+BUFFERS = ("table", "scratch")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is sent, as (index into all there is to send), in load calls; `abandoned` is never finished."""
+
+    calls: tuple[tuple[int, ...], ...]
+    abandoned: bool
+
+
+@st.composite
+def models(draw: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
+    layer = st.lists(st.sampled_from(KINDS), min_size=1, max_size=4, unique=True).map(tuple)
+    return draw(st.lists(layer, min_size=1, max_size=3).map(tuple))
+
+
+@st.composite
+def sessions(draw: Callable[..., Any]) -> Session:
+    numbers = st.integers(0, 31)
+    return Session(
+        draw(st.lists(st.lists(numbers, max_size=8).map(tuple), min_size=1, max_size=4).map(tuple)), draw(st.booleans())
+    )
+
+
+def _composed(param: Any, loaded: Any) -> None:
+    param.data.copy_(loaded)
+    param.data.copy_(-torch.exp(param.float()))
+
+
+def _stacked(param: Any, loaded: Any, shard: int) -> None:
+    param.data.narrow(0, 2 * shard, 2).copy_(loaded)
+
+
+def _padded(param: Any, loaded: Any) -> None:
+    param.data[: loaded.shape[0]].copy_(loaded)
+
+
+def build(layers: Sequence[Sequence[str]], *, record: bool) -> nn.Module:
+    """A model whose every element is told from the others; `record` is what vLLM's loader does when it has made one."""
+    model = nn.Module()
+    for number, kinds in enumerate(layers):
+        layer = nn.Module()
+        setattr(model, f"layer{number}", layer)
+        for kind in kinds:
+            _add(model, layer, kind)
+    if record:
+        probes.record(model)
+    for layer, kinds in zip(list(model.children()), layers, strict=True):
+        if "late" in kinds:
+            layer.late = probes.parameter(3)
+    value = 0.5
+    for tensor in _tensors(model).values():
+        tensor.data.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) / 8 + value)
+        value += 1
+    for layer in model.children():
+        if hasattr(layer, "viewed"):
+            assert layer.view.data_ptr() == layer.viewed.data_ptr()
+    return model
+
+
+def _add(model: nn.Module, layer: nn.Module, kind: str) -> None:
+    if kind in BUFFERS:
+        layer.register_buffer(kind, torch.zeros(3), persistent=kind == "table")
+    elif kind == "shared":
+        # The layers that have it have one.
+        others = [other.shared for other in model.children() if "shared" in other._parameters]
+        layer.shared = others[0] if others else probes.parameter(3)
+    elif kind == "viewed":
+        layer.viewed = probes.parameter(2, 1, 2)
+        layer.register_buffer("view", layer.viewed.data.view(2, 2), persistent=False)
+    elif kind != "late":
+        layer.register_parameter(kind, probes.parameter(*{"stacked": (6,), "padded": (5,)}.get(kind, (3,))))
+    loader = {"composed": _composed, "stacked": _stacked, "padded": _padded}.get(kind)
+    if loader:
+        layer.get_parameter(kind).weight_loader = loader
+
+
+def _tensors(model: nn.Module) -> dict[str, Any]:
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if not n.endswith(".view")}
+
+
+def sendable(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Everything a checkpoint has: name, shape, and the shard where there are some."""
+    found: list[tuple[Any, ...]] = []
+    for name, param in model.named_parameters():
+        kind = name.rpartition(".")[2]
+        if kind == "stacked":
+            found += [(name, (2,), shard) for shard in range(3)]
+        else:
+            found.append((name, (4,) if kind == "padded" else tuple(param.shape)))
+    return found
+
+
+def check(layers: Sequence[Sequence[str]], wanted: Sequence[Session]) -> None:
+    model, plain = build(layers, record=True), build(layers, record=False)
+    everything = sendable(model)
+    objects = {name: (id(t), t.data_ptr()) for name, t in _all(model).items()}
+    keys = set(model.state_dict())
+    for number, session in enumerate(wanted):
+        os.environ[ATOMIC] = str(int(session.abandoned))
+        probes.begin(model)
+        for call in session.calls:
+            sent = [_value(everything[i % len(everything)], number) for i in call] if everything else []
+            if not session.abandoned:
+                probes.load(plain, [(name, value.clone(), *shard) for name, value, *shard in _unique(sent)])
+            probes.load(model, sent)
+            for _, value, *_ in sent:
+                value.fill_(torch.nan)
+        if not session.abandoned:
+            probes.finish(model)
+            _compare(model, plain, objects, keys)
+    probes.begin(model)
+    probes.finish(model)
+    _compare(model, plain, objects, keys)
+
+
+def _value(item: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    name, shape, *shard = item
+    salt = sum(map(ord, name)) % 17 + 10 * sum(shard) + 100 * (number + 1)
+    return (name, torch.arange(torch.Size(shape).numel()).reshape(shape) / 16 + salt / 128, *shard)
+
+
+def _unique(sent: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return list({(name, *shard): (name, value, *shard) for name, value, *shard in sent}.values())
+
+
+def _all(model: nn.Module) -> dict[str, Any]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _compare(model: nn.Module, plain: nn.Module, objects: dict[str, Any], keys: set[str]) -> None:
+    got, right = _all(model), _all(plain)
+    assert got.keys() == right.keys(), f"tensors {sorted(got)}, wanted {sorted(right)}"
+    for name, tensor in got.items():
+        assert not tensor.is_meta, f"{name} has no memory"
+        assert torch.equal(tensor, right[name]), f"{name} is {tensor.tolist()}, wanted {right[name].tolist()}"
+        assert (id(tensor), tensor.data_ptr()) == objects[name], f"{name} has moved"
+        loader = getattr(tensor, "weight_loader", None)
+        assert getattr(loader, "__name__", "") != "online_process_loader", f"{name} has the session's loader"
+    assert set(model.state_dict()) == keys, f"state dict {sorted(model.state_dict())}, wanted {sorted(keys)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--examples", type=int, default=200)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    importlib.import_module(RELOAD)
+    count = 0
+
+    @hypothesis.settings(
+        max_examples=options.examples, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(models(), st.lists(sessions(), min_size=1, max_size=3))
+    def run(layers: Any, wanted: Any) -> None:
+        nonlocal count
+        count += 1
+        check(layers, wanted)
+
+    failure = None
+    with probes.poisoned():
+        try:
+            run()
+        except Exception as error:
+            failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    files = [sys.modules[f"{RELOAD}.{name}"].__file__ for name in ("meta", "layerwise")]
+    status = {row.id: row.as_dict() for row in ultra_patches.status()}
+    print("\n" + json.dumps({"examples": count, "failure": failure, "status": status, "files": files}))
+
+
+if __name__ == "__main__":
+    main()

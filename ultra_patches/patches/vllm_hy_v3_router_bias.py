@@ -1,0 +1,47 @@
+"""The router bias of HY-V3 takes the model's dtype, so that bf16 rounds it."""
+
+from __future__ import annotations
+
+from ultra_patches.patch import Finding, Patch, Target, Variant
+from ultra_patches.vllm_router_bias import keep_fp32
+from ultra_patches.vllm_router_bias import probe as probe_block
+
+_MODULE, _CLASS, _BIAS = "vllm.model_executor.models.hy_v3", "HYV3MoEFused", "expert_bias"
+
+
+def probe() -> Finding:
+    """Write two close biases into the block of a bf16 model."""
+    return probe_block(
+        _MODULE,
+        _CLASS,
+        _BIAS,
+        expert_hidden_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        num_shared_experts=0,
+        route_norm=True,
+    )
+
+
+PATCH = Patch(
+    id="vllm-hy-v3-router-bias",
+    title="The router bias of HY-V3 is fp32 in vLLM too",
+    upstream="vllm",
+    description=(
+        "`HYV3MoEFused` makes its router bias in the model's dtype. Checkpoints and trainers hold it in fp32; the default weight "
+        "loader copies it without a word into bf16, so that biases which differ by less than their rounding choose experts "
+        "in another order than in the trainer."
+    ),
+    who="HY-V3 in bf16 or fp16, at the first load and at every weight update",
+    origin="ultra-patches",
+    bug="not reported upstream, corrected there without an issue that we found",
+    upstream_pr="none found",
+    pr_state="in 0.26.0",
+    affected=">=0.20.0,<=0.25.1",
+    fixed_in="0.26.0",
+    removal="vllm < 0.26 is no longer supported",
+    last_checked="2026-11-30",
+    variants=(Variant("all", (Target(_MODULE, f"{_CLASS}.__init__", keep_fp32(_BIAS)),)),),
+    probe=probe,
+    probe_after=(_MODULE,),
+)

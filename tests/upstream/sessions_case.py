@@ -197,7 +197,7 @@ def main() -> None:
     with probes.poisoned():
         try:
             run()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 # whatever failed is the result
             failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     files = [sys.modules[f"{RELOAD}.{name}"].__file__ for name in ("meta", "layerwise")]
     status = {row.id: row.as_dict() for row in ultra_patches.status()}

@@ -90,7 +90,18 @@ def save(cell: Cell, result: Result) -> None:
 #: the tests.
 _BIAS = ("patches/megatron_*.py", "patches/bridge_*.py", "probe_bias.py", "keep_fp32.py", "router_bias.py")
 CODE = {
-    "vllm": ("patches/vllm_*.py", "probes.py", "probe_ipc.py", "cpu_ipc.py", "rank_*.py"),
+    "vllm": (
+        "patches/vllm_*.py",
+        "probes.py",
+        "probe_ipc.py",
+        "cpu_*.py",
+        "rank_*.py",
+        "vllm_router_bias.py",
+        "*_session.py",
+        "loaded_regions.py",
+        "partial_reload.py",
+        "received.py",
+    ),
     "megatron-core": _BIAS,
     "megatron-bridge": _BIAS,
 }

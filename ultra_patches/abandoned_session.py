@@ -12,22 +12,14 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ultra_patches import reload_session
 from ultra_patches.errors import UltraPatchesWarning
 
 #: Set to 1, no layer takes its new weights before the session ends, at the price of holding all of them until then.
 ATOMIC = "ULTRA_PATCHES_ATOMIC_RELOAD"
 
-#: The attribute of an info with the copies that stand for parameters which upstream leaves in place in a session.
-STAGED = "ultra_staged"
-
 #: Not empty while `take_all` runs.
 _taking: list[ModuleType] = []
-
-
-def in_session(info: Any) -> bool:
-    """Whether a layer waits for weights of a reload. A model that is loaded for the first time has no kernel tensors."""
-    waits = info.can_load if hasattr(info, "can_load") else info.can_process  # can_process until 0.18
-    return info.kernel_tensors is not None and bool(waits())
 
 
 def abandon(module: ModuleType, layers: Iterable[Any] | None = None) -> int:
@@ -35,8 +27,8 @@ def abandon(module: ModuleType, layers: Iterable[Any] | None = None) -> int:
     count = 0
     for layer in list(module.LAYERWISE_INFO if layers is None else layers):
         info = module.get_layerwise_info(layer)
-        unstage(layer, info)
-        if not in_session(info):
+        reload_session.end(info)
+        if not reload_session.is_waiting(info):
             continue
         count += info.load_numel_total > 0
         module._place_kernel_tensors(layer, info)
@@ -44,13 +36,6 @@ def abandon(module: ModuleType, layers: Iterable[Any] | None = None) -> int:
     # Since 0.21; only decides about a warning.
     getattr(module, "LOADING_LAYERS", set()).clear()
     return count
-
-
-def unstage(layer: Any, info: Any) -> None:
-    """Put the live parameters back for which copies stand."""
-    for name, staged in vars(info).pop(STAGED, {}).items():
-        if layer._parameters.get(name) is staged.copy:
-            layer._parameters[name] = staged.live
 
 
 @contextlib.contextmanager
@@ -73,7 +58,7 @@ def abandon_on_failure(module: ModuleType, what: str) -> Iterator[None]:
 
 
 def _is_through(layer: Any, info: Any) -> bool:
-    return bool(layer._parameters) and not in_session(info)
+    return bool(layer._parameters) and not reload_session.is_waiting(info)
 
 
 def forget_session(module: ModuleType, model: Any) -> None:
@@ -85,7 +70,7 @@ def forget_session(module: ModuleType, model: Any) -> None:
 
 def holds_back(info: Any) -> bool:
     """Whether a complete layer is to wait for the end of its session."""
-    return os.environ.get(ATOMIC) == "1" and not _taking and in_session(info)
+    return os.environ.get(ATOMIC) == "1" and not _taking and reload_session.is_waiting(info)
 
 
 def take_all(module: ModuleType, model: Any) -> None:
@@ -97,7 +82,11 @@ def take_all(module: ModuleType, model: Any) -> None:
     try:
         for layer in model.modules():
             info = module.get_layerwise_info(layer)
-            if in_session(info) and 0 < info.load_numel_total <= info.load_numel and not attention(layer):
+            if (
+                reload_session.is_waiting(info)
+                and 0 < info.load_numel_total <= info.load_numel
+                and not attention(layer)
+            ):
                 module._layerwise_process(layer, info)
     finally:
         _taking.clear()

@@ -5,7 +5,6 @@ Imported only where vLLM's reload modules are, because it needs torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,30 +12,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Offset, shape and strides of what was written, in elements of the parameter's storage.
-Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    # The address of the memory would not do: on the meta device it is 0 for all.
-    return int(tensor.untyped_storage()._cdata)
+Region: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Writes(TorchDispatchMode):  # type: ignore[misc] # torch is not followed
-    """Records each region of one parameter that is written inside, by copies alone or by fills as well."""
+    """Records each region of one parameter that is written inside, by copies alone or by fills as well.
 
-    def __init__(self, param: torch.Tensor, *, fills: bool = False) -> None:
+    One can be used again for another parameter: it is made once, because that takes as long as a small load.
+    """
+
+    def __init__(self, *, fills: bool = False) -> None:
         super().__init__()
-        self.regions: list[Region] = []
-        self._storage = _storage(param)
         aten = torch.ops.aten
+        self.regions: list[Region] = []
+        self._storage = 0
         self._operators = {aten.copy_.default}
         if fills:
             self._operators |= {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
+    def of(self, param: torch.Tensor) -> Writes:
+        """The same, for another parameter and with nothing recorded."""
+        self.regions = []
+        # The address of the memory would not do: on the meta device it is 0 for all.
+        self._storage = param.untyped_storage()._cdata
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._operators and _storage(args[0]) == self._storage:
-            self.regions.append((args[0].storage_offset(), tuple(args[0].shape), tuple(args[0].stride())))
-        return func(*args, **(kwargs or {}))
+        if func in self._operators:
+            written = args[0]
+            if written.untyped_storage()._cdata == self._storage:
+                self.regions.append((written.storage_offset(), written.shape, written.stride()))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Loaded:
         for region in written:
             if region not in self.regions:
                 self.regions.add(region)
-                self.numel += math.prod(region[1])
+                self.numel += region[1].numel()
 
 
 def unwritten(param: torch.Tensor, regions: set[Region]) -> torch.Tensor:

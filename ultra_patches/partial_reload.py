@@ -82,10 +82,11 @@ def _load(module: ModuleType, layer: Any, info: Any, old: Mapping[str, torch.Ten
         if kernel is not None and kernel is not tensor and _alike(kernel, tensor):
             tensor.data.copy_(kernel)
         tensor.weight_loader = module._get_original_loader(tensor)
+    writes = Writes(fills=True)
     for name, args in info.loaded_weights:
         param = getattr(layer, name)
         args.arguments["param"] = param
-        with Writes(param, fills=True) as writes:
+        with writes.of(param):
             param.weight_loader(*args.args, **args.kwargs)
         regions.setdefault(name, set()).update(writes.regions)
     masks = {name: unwritten(tensor, regions[name]) if name in regions else None for name, tensor in tensors.items()}

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ultra_patches import reload_session
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.probes import LAYERWISE, META, load, parameter, poisoned, record, session
 
 #: What has been loaded of a parameter in this session, kept on the meta tensor that stands for it.
 _LOADED = "ultra_loaded"
+
+#: Not empty while a session ends.
+_finalizing: list[Any] = []
 
 
 def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -31,20 +35,63 @@ def build_count(original: Callable[..., Any], module: ModuleType) -> Callable[..
     # Since 0.31 a parameter may say that some of its elements are padding which no checkpoint has.
     numel_of: Callable[..., int] = getattr(module, "get_tensor_load_numel", torch.Tensor.numel)
 
+    writes = Writes()
+
     def get_numel_loaded(weight_loader: Callable[..., Any], args: Any) -> tuple[int, object]:
         param = args.arguments.get("param")
         if not isinstance(param, torch.Tensor):
             counted: tuple[int, object] = original(weight_loader, args)
             return counted
-        loaded: Loaded = vars(param).setdefault(_LOADED, Loaded())
+        loaded: Loaded | None = getattr(param, _LOADED, None)
+        if loaded is None:
+            loaded = Loaded()
+            setattr(param, _LOADED, loaded)
         before = loaded.numel
-        with Writes(param) as writes:
+        with writes.of(param):
             value = weight_loader(*args.args, **args.kwargs)
         loaded.add(writes.regions)
         limit = numel_of(param)
         return min(loaded.numel, limit) - min(before, limit), value
 
     return get_numel_loaded
+
+
+def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _layerwise_process(layer: Any, info: Any) -> None:
+        waiting = dict(layer._parameters) if reload_session.is_waiting(info) else None
+        original(layer, info)
+        is_processed = isinstance(getattr(layer, "quant_method", None), module.QuantizeMethodBase)
+        if waiting is None or reload_session.is_waiting(info) or not is_processed or _finalizing:
+            return
+        # What still comes for this layer would be written over what its kernel computes with, or find no parameter. The
+        # parameters that were waiting drop it.
+        info.ultra_done = dict(layer._parameters)
+        layer._parameters.clear()
+        layer._parameters.update(waiting)
+        reload_session.at_end(info, lambda: _put_back(layer, info))
+
+    return _layerwise_process
+
+
+def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
+        # First, because attention layers are processed in here, some of them with the weights of others.
+        for layer in model.modules():
+            _put_back(layer, module.get_layerwise_info(layer))
+        _finalizing.append(model)
+        try:
+            original(model, *args, **kwargs)
+        finally:
+            _finalizing.clear()
+
+    return finalize_layerwise_reload
+
+
+def _put_back(layer: Any, info: Any) -> None:
+    done = vars(info).pop("ultra_done", None)
+    if done is not None:
+        layer._parameters.clear()
+        layer._parameters.update(done)
 
 
 def probe() -> Finding:
@@ -84,7 +131,8 @@ PATCH = Patch(
         "The layerwise reload finishes a layer when as many elements were loaded as it has. It adds up what each call "
         "loads and does not remember which, so a parameter or shard that is sent twice stands for another that has not "
         "come: the layer is finalized with uninitialised memory in place of that one, and what then comes is dropped. Tied "
-        "embeddings, a retried bucket or two overlapping chunks are enough. No error, no warning."
+        "embeddings, a retried bucket or two overlapping chunks are enough. No error, no warning. A weight that is sent again when "
+        "its layer is complete is written over what a repacked layer computes with; with the patch it is dropped there."
     ),
     who="weight updates in which a name or a shard of it may come more than once",
     origin="ultra-patches",
@@ -101,6 +149,8 @@ PATCH = Patch(
             (
                 Target(META, "restore_layer_on_meta", build_restore),
                 Target(META, "get_numel_loaded", build_count),
+                Target(LAYERWISE, "_layerwise_process", build_process),
+                Target(LAYERWISE, "finalize_layerwise_reload", build_finalize),
             ),
         ),
     ),

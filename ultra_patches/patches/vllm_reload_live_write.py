@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ultra_patches import abandoned_session
+from ultra_patches import reload_session
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.probes import LAYERWISE, META, begin, finish, load, parameter, poisoned, record, session
 
@@ -31,7 +31,8 @@ def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callab
         for layer in model.modules():
             info = module.get_layerwise_info(layer)
             if not info.can_load():
-                abandoned_session.unstage(layer, info)
+                # Left by a session that nobody finished and nobody abandoned.
+                reload_session.end(info)
         original(model)
 
     return initialize_layerwise_reload
@@ -40,7 +41,7 @@ def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callab
 def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def restore_layer_on_meta(layer: Any, info: Any) -> None:
         original(layer, info)
-        staged = {}
+        staged: dict[str, Staged] = {}
         for name, live in layer._parameters.items():
             if live is not None and name in module.SKIP_TENSORS:
                 copy = _copies.get(id(live))
@@ -49,7 +50,8 @@ def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[
                 staged[name] = Staged(live, copy, live.data.clone())
                 layer._parameters[name] = copy
         if staged:
-            setattr(info, abandoned_session.STAGED, staged)
+            info.ultra_staged = staged
+            reload_session.at_end(info, lambda: _put_back(layer, info))
 
     return restore_layer_on_meta
 
@@ -77,14 +79,20 @@ def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable
                 # not change may have been loaded past this session.
                 if name in _never_counted(module) and not staged.before.equal(staged.copy):
                     staged.live.data.copy_(staged.copy)
-            abandoned_session.unstage(layer, info)
+            reload_session.end(info)
 
     return finalize_layerwise_reload
 
 
 def _staged(info: Any) -> dict[str, Staged]:
-    found: dict[str, Staged] = vars(info).get(abandoned_session.STAGED, {})
+    found: dict[str, Staged] = vars(info).get("ultra_staged", {})
     return found
+
+
+def _put_back(layer: Any, info: Any) -> None:
+    for name, staged in vars(info).pop("ultra_staged", {}).items():
+        if layer._parameters.get(name) is staged.copy:
+            layer._parameters[name] = staged.live
 
 
 def _never_counted(module: ModuleType) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -115,11 +116,9 @@ def _run(args: argparse.Namespace) -> int:
         print(f"{cell.name}: not run, {supported[cell.upstream].not_live[cell.release]}")
     todo = [cell for cell in chosen if cell not in silent and (args.again or args.check or not _kept(cell))]
     failed = 0
-    with _progress() as bar:
+    with _progress() as bar, ThreadPoolExecutor(2) as pool:
         task = bar.add_task("run", total=len(todo))
-        # One cell after the other: each runs two patches at a time, which is what two cores can do.
-        for cell in todo:
-            result = _one(cell, supported)
+        for cell, result in zip(todo, pool.map(lambda cell: _one(cell, supported), todo), strict=True):
             bar.update(task, advance=1, description=cell.name)
             if isinstance(result, str):
                 failed += 1

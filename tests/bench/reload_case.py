@@ -9,16 +9,11 @@ with --not-own nobody says so, and what the reload keeps is copied.
 import argparse
 import json
 import logging
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "upstream")]
-
-import tempfile
-
-import layers_case
 import torch
 
 import ultra_patches

@@ -118,6 +118,11 @@ class SharedFileEngine(WeightTransferEngine[SharedFileInitInfo, SharedFileUpdate
     def shutdown(self) -> None:
         """Nothing to release."""
 
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Asked for up to vLLM 0.26; here the trainer calls `pack`."""
+        raise NotImplementedError("call cpu_transfer.pack and update_weights")
+
 
 class WorkerExtension:
     """Empty: vLLM imports this module in every worker to find it, and the import registers the backend."""

@@ -47,7 +47,11 @@ def patches_md() -> str:
         ),
     ]
     for patch in patches:
-        replaced = "; ".join(f"`{t.module}`: `{t.name}` ({v.name})" for v in patch.variants for t in v.targets)
+        replaced = "; ".join(
+            f"`{t.module}`: `{t.name}` ({v.name}{', where imported' if t.optional else ''})"
+            for v in patch.variants
+            for t in v.targets
+        )
         lines += [
             "",
             f"## {patch.id}",
@@ -57,10 +61,10 @@ def patches_md() -> str:
             f"- Hits: {patch.who}",
             f"- Affected as measured: {patch.upstream} {measured(patch)}; as declared: `{patch.affected}`",
             f"- Differs from the notes: {difference(patch) or 'no'}",
-            f"- Report: {patch.bug}",
+            f"- Report: {patch.bug}" + (f" (`ultra-patches explain {patch.id}` prints it)" if patch.report else ""),
             f"- Upstream: {patch.upstream_pr} ({patch.pr_state})",
             f"- Replaces: {replaced}",
-            f"- Needs: {', '.join(patch.requires) or 'nothing else'}",
+            f"- Needs: {', '.join(patch.requires) or 'nothing else'}; set over: {', '.join(patch.over) or 'nothing'}",
             f"- Goes when: {patch.removal}",
             f"- Last checked: {patch.last_checked}",
         ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from ultra_patches import reload_session
 from ultra_patches.errors import UltraPatchesWarning
@@ -18,7 +19,9 @@ from ultra_patches.errors import UltraPatchesWarning
 #: Set to 1, no layer takes its new weights before the session ends, at the price of holding all of them until then.
 ATOMIC = "ULTRA_PATCHES_ATOMIC_RELOAD"
 
-#: Not empty while `take_all` runs.
+#: The layers that have taken their new weights in this session.
+_taken: WeakSet[Any] = WeakSet()
+#: Not empty while a session ends.
 _taking: list[ModuleType] = []
 
 
@@ -44,7 +47,7 @@ def abandon_on_failure(module: ModuleType, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        new = sum(1 for layer, info in list(module.LAYERWISE_INFO.items()) if _is_through(layer, info))
+        new = len(_taken)
         old = abandon(module)
         if old:
             mixed = f"; {new} others have taken their new weights before, so that the model is mixed" if new else ""
@@ -57,24 +60,30 @@ def abandon_on_failure(module: ModuleType, what: str) -> Iterator[None]:
         raise
 
 
-def _is_through(layer: Any, info: Any) -> bool:
-    return bool(layer._parameters) and not reload_session.is_waiting(info)
+def process(original: Callable[[Any, Any], None], layer: Any, info: Any) -> None:
+    """Let a layer take its weights, unless it is to wait for the end of the session; remember that it has."""
+    waits = reload_session.is_waiting(info)
+    if waits and os.environ.get(ATOMIC) == "1" and not _taking:
+        return
+    original(layer, info)
+    if waits:
+        _taken.add(layer)
 
 
 def forget_session(module: ModuleType, model: Any) -> None:
     """What a new session does first: ends one on the same model that was never finished."""
+    _taken.clear()
     if abandon(module, model.modules()) and hasattr(model, "_original_do_torchao_reload"):
         # Upstream would take the value that it had set itself for the user's.
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-def holds_back(info: Any) -> bool:
-    """Whether a complete layer is to wait for the end of its session."""
-    return os.environ.get(ATOMIC) == "1" and not _taking and reload_session.is_waiting(info)
+@contextlib.contextmanager
+def taking(module: ModuleType, model: Any) -> Iterator[None]:
+    """The end of a session: the layers that `process` has kept waiting are processed, and inside none waits any more.
 
-
-def take_all(module: ModuleType, model: Any) -> None:
-    """Process the layers that `holds_back` has kept waiting. Attention waits for upstream's own end of the session."""
+    Attention waits for upstream's own end of the session.
+    """
     attention = getattr(module, "is_deferred_attention_layer", None) or (
         lambda layer: isinstance(layer, (module.Attention, module.MLAAttention))
     )
@@ -82,11 +91,9 @@ def take_all(module: ModuleType, model: Any) -> None:
     try:
         for layer in model.modules():
             info = module.get_layerwise_info(layer)
-            if (
-                reload_session.is_waiting(info)
-                and 0 < info.load_numel_total <= info.load_numel
-                and not attention(layer)
-            ):
+            is_complete = reload_session.is_waiting(info) and 0 < info.load_numel_total <= info.load_numel
+            if is_complete and not attention(layer):
                 module._layerwise_process(layer, info)
+        yield
     finally:
         _taking.clear()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -86,7 +87,7 @@ def verify(
             with_patch = "gone"
         note = row.note or (row.without.detail if row.without else "")
         installed = f"{row.upstream} {row.version}" if row.version else "-"
-        table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), note)
+        table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), escape(note))
     console.print(table)
     return rows
 
@@ -141,9 +142,14 @@ def explain(patch: Patch) -> None:
         ("upstream", f"{patch.upstream_pr} ({patch.pr_state})"),
         ("replaces", replaced),
         ("needs", ", ".join(patch.requires) or "nothing else"),
+        ("set over", ", ".join(patch.over) or "nothing"),
         ("goes when", patch.removal),
         ("checked", patch.last_checked),
         ("from", patch.origin),
     ):
-        grid.add_row(name, value)
+        grid.add_row(name, escape(value))
+    if patch.report is not None:
+        report = patch.report
+        told = f"{report.title}\n\n{report.reproduction}\nExpected: {report.expected}.\n{report.change}"
+        grid.add_row("to file", escape(told))
     console.print(grid)

@@ -37,10 +37,14 @@ BUFFERS = ("table", "scratch")
 
 @dataclass(frozen=True)
 class Session:
-    """What is sent, as (index into all there is to send), in load calls; `abandoned` is never finished."""
+    """What is sent, as (index into all there is to send), in load calls.
+
+    One that is `abandoned` is never finished; one that is `atomic` takes nothing before its end.
+    """
 
     calls: tuple[tuple[int, ...], ...]
     abandoned: bool
+    atomic: bool
 
 
 @st.composite
@@ -52,9 +56,10 @@ def models(draw: Callable[..., Any]) -> tuple[tuple[str, ...], ...]:
 @st.composite
 def sessions(draw: Callable[..., Any]) -> Session:
     numbers = st.integers(0, 31)
-    return Session(
-        draw(st.lists(st.lists(numbers, max_size=8).map(tuple), min_size=1, max_size=4).map(tuple)), draw(st.booleans())
-    )
+    calls = draw(st.lists(st.lists(numbers, max_size=8).map(tuple), min_size=1, max_size=4).map(tuple))
+    abandoned = draw(st.booleans())
+    # Only then is it said what an abandoned session leaves.
+    return Session(calls, abandoned, abandoned or draw(st.booleans()))
 
 
 def _composed(param: Any, loaded: Any) -> None:
@@ -129,10 +134,12 @@ def sendable(model: nn.Module) -> list[tuple[Any, ...]]:
 def check(layers: Sequence[Sequence[str]], wanted: Sequence[Session]) -> None:
     model, plain = build(layers, record=True), build(layers, record=False)
     everything = sendable(model)
+    live = _all(model)
     objects = {name: (id(t), t.data_ptr()) for name, t in _all(model).items()}
     keys = set(model.state_dict())
     for number, session in enumerate(wanted):
-        os.environ[ATOMIC] = str(int(session.abandoned))
+        os.environ[ATOMIC] = str(int(session.atomic))
+        before = {name: tensor.clone() for name, tensor in live.items()}
         probes.begin(model)
         for call in session.calls:
             sent = [_value(everything[i % len(everything)], number) for i in call] if everything else []
@@ -141,9 +148,13 @@ def check(layers: Sequence[Sequence[str]], wanted: Sequence[Session]) -> None:
             probes.load(model, sent)
             for _, value, *_ in sent:
                 value.fill_(torch.nan)
+            if session.atomic:
+                early = [name for name, tensor in live.items() if not torch.equal(tensor, before[name])]
+                assert not early, f"{early} changed before the session ended"
         if not session.abandoned:
             probes.finish(model)
             _compare(model, plain, objects, keys)
+    os.environ[ATOMIC] = "0"
     probes.begin(model)
     probes.finish(model)
     _compare(model, plain, objects, keys)

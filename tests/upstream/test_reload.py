@@ -49,6 +49,8 @@ def on(*releases: str, **options: Any) -> pytest.MarkDecorator:
     for patch_id in options.pop("force", ()):
         arguments += ["--force", patch_id]
     edit = NIGHTLY if options.pop("nightly", False) else None
+    # The others correct some of this as well.
+    options.setdefault("ULTRA_PATCHES_ONLY", f"{GUARD},{VIEW}")
     environment = tuple(sorted(options.items()))
     runs = [
         Run("tests/upstream/reload_case.py", (("vllm", release),), tuple(arguments), environment, edit)

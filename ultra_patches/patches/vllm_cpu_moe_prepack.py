@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
 
 _MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 
@@ -35,7 +35,8 @@ def probe() -> Finding:
         layer.w13_weight.data *= 2
 
     layer = torch.nn.Module()
-    layer.moe_config, layer._expert_routing_tables = None, lambda: None
+    layer.moe_config = None
+    layer._expert_routing_tables = layer._maybe_init_expert_routing_tables = lambda: None
     kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=repack))
     self = SimpleNamespace(
         moe_kernel=None,
@@ -78,13 +79,26 @@ PATCH = Patch(
     ),
     who="weight updates of MoE models in CPU builds",
     origin="ultra-patches",
-    bug="not reported upstream, see docs/reports.md#vllm-cpu-moe-prepack",
+    bug="not reported upstream; `report` is ready to be filed",
     upstream_pr="none",
     pr_state="not proposed",
     affected=">=0.28.0",
     fixed_in=None,
     removal="upstream repacks whenever it sets up the kernel",
     last_checked="2026-11-30",
+    report=Report(
+        title="CPU MoE: a weight update is not prepacked, so that every expert is scrambled",
+        reproduction="""\
+Start any unquantised MoE model in a CPU build with weight_transfer_config, send the checkpoint that it was started
+on through start_weight_update, update_weights and finish_weight_update, and compare log-probabilities before and
+after: they differ by whole units, without an error.
+""",
+        expected="the same log-probabilities",
+        change=(
+            "In UnquantizedFusedMoEMethod._setup_kernel, call fused_experts.process_weights_after_loading on updates too for "
+            "backends that repack the layer's weights there."
+        ),
+    ),
     variants=(Variant("all", (Target(_MODULE, "UnquantizedFusedMoEMethod._setup_kernel", build),)),),
     probe=probe,
     probe_after=(_MODULE,),

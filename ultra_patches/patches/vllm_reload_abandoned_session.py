@@ -28,8 +28,7 @@ def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[
     from ultra_patches import abandoned_session
 
     def _layerwise_process(layer: Any, info: Any) -> None:
-        if not abandoned_session.holds_back(info):
-            original(layer, info)
+        abandoned_session.process(original, layer, info)
 
     return _layerwise_process
 
@@ -38,8 +37,10 @@ def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable
     from ultra_patches import abandoned_session
 
     def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
-        with abandoned_session.abandon_on_failure(module, "the end of a weight update"):
-            abandoned_session.take_all(module, model)
+        with (
+            abandoned_session.abandon_on_failure(module, "the end of a weight update"),
+            abandoned_session.taking(module, model),
+        ):
             original(model, *args, **kwargs)
 
     return finalize_layerwise_reload
@@ -92,9 +93,9 @@ PATCH = Patch(
     ),
     who="weight updates that can fail half-way and are retried: elastic trainers, timeouts, preemption",
     origin="ultra-patches",
-    bug="not reported upstream, see docs/reports.md#vllm-reload-abandoned-session",
-    upstream_pr="none",
-    pr_state="not proposed",
+    bug="https://github.com/vllm-project/vllm/issues/57853",
+    upstream_pr="https://github.com/vllm-project/vllm/pull/57854",
+    pr_state="open: the engine survives a failed update",
     affected=">=0.16.0",
     fixed_in=None,
     removal="upstream ends a session that failed",

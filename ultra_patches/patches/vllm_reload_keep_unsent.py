@@ -58,8 +58,6 @@ def probe() -> Finding:
             wrong.append(f"{name} is {'gone' if name not in got else got[name].tolist()}")
     if other.shared is not layer.shared:
         wrong.append("the shared parameter is no longer one")
-    if "scratch" in layer.state_dict():
-        wrong.append("scratch has become part of the state dict")
     if wrong:
         return Finding(Verdict.DEFECT, "; ".join(wrong))
     return Finding(Verdict.CLEAN, "parameter, padding, buffers and shared parameter keep what was not sent")
@@ -80,8 +78,8 @@ PATCH = Patch(
     who="weight updates that carry a part of a layer, and every model with buffers or padding that no checkpoint has",
     origin="ultra-patches",
     bug="https://github.com/vllm-project/vllm/issues/48312",
-    upstream_pr="https://github.com/vllm-project/vllm/pull/44371",
-    pr_state="merged for unloaded non-persistent buffers only, in 0.26.0",
+    upstream_pr="https://github.com/vllm-project/vllm/pull/50523",
+    pr_state="open, for padding alone; unloaded non-persistent buffers are kept since 0.26.0 (#44371)",
     affected=">=0.16.0",
     fixed_in=None,
     removal="upstream keeps parameters, persistent buffers and padding that a session does not carry",

@@ -227,7 +227,7 @@ def check_model_runner(value: str | None, modules: Collection[str]) -> Iterator[
     """Which runner is active is known in an engine only; `modules` hold the functions that patches replace."""
     if value is None:
         return
-    inside = sorted(name for name in modules if name.startswith("vllm.v1.worker."))
+    inside = sorted(name for name in modules if "model_runner" in name or name.startswith("vllm.v1.worker.gpu."))
     means = (
         f"{', '.join(inside)} may be code of the other runner"
         if inside
@@ -265,6 +265,8 @@ def check_process(process: Process, where: str) -> Iterator[Finding]:
 
 def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) -> list[Finding]:
     """Every finding of this process, problems first; with `imports` also those of fresh processes that import the targets."""
+    from ultra_patches import doctor_caches
+
     env = os.environ if environ is None else environ
     upstreams = [upstream for name in facts.UPSTREAMS if (upstream := facts.locate(name))]
     vllm = any(upstream.name == "vllm" for upstream in upstreams)
@@ -280,6 +282,7 @@ def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) 
         found.append(check_plugins(env.get("VLLM_PLUGINS"), {p[1] for p in points if p[0].startswith("vllm.")}))
         modules = {module for e in entries.values() if e.patch.upstream == "vllm" for module in e.patch.modules}
         found.append(check_model_runner(env.get("VLLM_USE_V2_MODEL_RUNNER"), modules))
+        found.append(doctor_caches.check_caches(doctor_caches.root_of(env), doctor_caches.salts(chosen)))
         found.append(check_ray(env) if "ray" in sys.modules or find_spec("ray") else [])
     for upstream in upstreams:
         claims = doctor_facts.installed(*facts.UPSTREAMS[upstream.name][2])

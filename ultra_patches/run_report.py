@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.rundir import _BAD, FORMAT, IN_FORCE, Process, process_of
 
+#: What vLLM calls those of its processes that load plug-ins.
+_ROLES = re.compile(r"EngineCore|VllmWorker")
 HEADINGS = ("host", "pid", "rank", "role", "imported", "digest", "patches")
 
 
@@ -123,15 +126,42 @@ def differences(report: Report) -> list[str]:
     return list(lines)
 
 
+def silent(report: Report) -> list[str]:
+    """A line for each process of vLLM, and each rank of a launcher, that must have been there and left no file."""
+    lines = []
+    here = {(process.host, process.pid) for process in report.processes}
+    for process in report.processes:
+        for pid, name in process.children:
+            if _ROLES.match(name) and (process.host, pid) not in here:
+                lines.append(
+                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it has not "
+                    "the overlay, or died before it could say so; look at VLLM_PLUGINS with `ultra-patches doctor`"
+                )
+    worlds: dict[tuple[str, int], set[int]] = {}
+    for process in report.processes:
+        if process.launched is not None:
+            rank, world, at = process.launched
+            worlds.setdefault((at, world), set()).add(rank)
+    for (at, world), ranks in sorted(worlds.items()):
+        missing = sorted(set(range(world)) - ranks)
+        if missing:
+            listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            lines.append(
+                f"rank {listed} of {world} at {at} left no file: without the overlay, or started before "
+                "ULTRA_PATCHES_RUN_DIR was set; `import ultra_patches` must come first in every rank"
+            )
+    return lines
+
+
 def problems(report: Report) -> list[str]:
-    """Everything that fails a run: differences, needed corrections that are nowhere in force, and broken files."""
+    """Everything that fails a run: differences, corrections that are nowhere in force, silent processes, broken files."""
     lacking: dict[str, list[str]] = {}
     for user in report.processes:
         for patch_id, (upstream, state, reason) in user.patches.items():
             if upstream in user.imported and state in _BAD:
                 lacking.setdefault(f"{patch_id} {state} ({reason})", []).append(user.name)
     several = [f"{what} in {len(names)} processes, first {names[0]}" for what, names in sorted(lacking.items())]
-    return [*differences(report), *several, *report.broken]
+    return [*differences(report), *several, *silent(report), *report.broken]
 
 
 def table(report: Report) -> list[tuple[str, ...]]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultra_patches import children
 from ultra_patches.facts import UPSTREAMS
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def _content(rows: Sequence[PatchStatus], host: str, pid: int) -> dict[str, Any]
         "ppid": os.getppid(),
         "rank": _rank(),
         "role": _role(),
+        "launched": children.launched(),
+        "children": children.started(),
         "python": platform.python_version(),
         "overlay": overlay,
         "upstreams": upstreams,
@@ -134,6 +137,7 @@ class Writer:
         self._busy = threading.Lock()
         self._stopped = False
         atexit.register(self.refresh)
+        children.watch(self.refresh)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
@@ -153,6 +157,7 @@ class Writer:
     def stop(self) -> None:
         """Write no more. What is written stays."""
         self._stopped = True
+        children.unwatch()
         atexit.unregister(self.refresh)
 
     def _forked(self) -> None:
@@ -190,6 +195,10 @@ class Process:
     imported: Mapping[str, str | None]
     installed: Mapping[str, str | None]
     patches: Mapping[str, tuple[str, str, str]]
+    #: The pid and the name of each process that it started through multiprocessing.
+    children: tuple[tuple[int, str], ...] = ()
+    #: Rank, world size and rendezvous that its launcher gave it.
+    launched: tuple[int, int, str] | None = None
 
     @property
     def name(self) -> str:
@@ -215,6 +224,7 @@ def process_of(name: str, data: Mapping[str, Any]) -> Process:
         str(key): (str(value["upstream"]), str(value["state"]), str(value["reason"]))
         for key, value in data["patches"].items()
     }
+    given = data.get("launched")
     return Process(
         file=name,
         host=str(data["host"]),
@@ -228,4 +238,6 @@ def process_of(name: str, data: Mapping[str, Any]) -> Process:
         imported=imported,
         installed=installed,
         patches=patches,
+        children=tuple((int(child["pid"]), str(child["name"])) for child in data.get("children", ())),
+        launched=(int(given["rank"]), int(given["world"]), str(given["at"])) if given else None,
     )

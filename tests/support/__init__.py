@@ -22,7 +22,8 @@ SECONDS = 400
 class Run:
     """A script in a fresh process, with the sources of some releases before everything else on the path.
 
-    `trees` are (project, release) in the order of PYTHONPATH; `environment` is added to the caller's. `edit` is (file, old
+    `trees` are (project, release) in the order of PYTHONPATH, without one it is what is installed; `environment` is added to
+    the caller's. `edit` is (file, old
     text, new text): a change to the first tree that makes its source one which no release has.
     """
 
@@ -33,7 +34,11 @@ class Run:
     edit: tuple[str, str, str] | None = None
 
     def __str__(self) -> str:
-        words = [*(release for _, release in self.trees), *(value for _, value in self.environment), *self.arguments]
+        words = [
+            *(release for _, release in self.trees or [("", "installed")]),
+            *(value for _, value in self.environment),
+            *self.arguments,
+        ]
         return " ".join(words + ["edited"] * (self.edit is not None))
 
     def execute(self, folder: Path) -> dict[str, Any]:
@@ -68,7 +73,8 @@ class Run:
             f"{self.script} on {self} ended with {process.returncode}:\n{process.stderr[-4000:]}"
         )
         result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-        foreign = [file for file in result["files"] if not any(Path(file).is_relative_to(tree) for tree in trees)]
+        roots = trees or [Path(sys.prefix)]
+        foreign = [file for file in result["files"] if not any(Path(file).is_relative_to(root) for root in roots)]
         assert not foreign, f"{self.script} on {self} ran {foreign}, not the sources it was given"
         return result
 

@@ -186,6 +186,48 @@ def _compare(model: nn.Module, plain: nn.Module, objects: dict[str, Any], keys: 
     assert set(model.state_dict()) == keys, f"state dict {sorted(model.state_dict())}, wanted {sorted(keys)}"
 
 
+def roots() -> dict[str, Any]:
+    """Sessions of several models at once, and of a part of one, as frameworks have them that reload module by module.
+
+    A router bias arrives after everything else, or belongs to two modules of which one is reloaded. All values end as 2.0.
+    """
+
+    def new(**names: Any) -> nn.Module:
+        module = nn.Module()
+        for name, value in names.items():
+            setattr(module, name, value)
+        return module
+
+    def gate() -> nn.Module:
+        return new(weight=probes.parameter(2), e_score_correction_bias=probes.parameter(2))
+
+    found: dict[str, Any] = {}
+    for title, count, inner in (("a leaf", 1, False), ("two leaves", 2, False), ("two with a layer", 2, True)):
+        models = [new(layer=gate()) if inner else gate() for _ in range(count)]
+        for model in models:
+            probes.record(model)
+        for step in (probes.begin, _all_twos, probes.finish):
+            for model in models:
+                step(model)
+        found[title] = [_values(model) for model in models]
+    router = gate()
+    model = new(gate=router, experts=new(w=probes.parameter(2), e_score_correction_bias=router.e_score_correction_bias))
+    probes.record(model)
+    probes.begin(model.experts)
+    _all_twos(model)
+    probes.finish(model.experts)
+    found["experts alone"] = [_values(model)]
+    return found
+
+
+def _all_twos(model: nn.Module) -> None:
+    probes.load(model, [(name, torch.full((2,), 2.0)) for name, _ in model.named_parameters()])
+
+
+def _values(model: nn.Module) -> dict[str, Any]:
+    return {name: None if param.is_meta else param.tolist() for name, param in model.named_parameters()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--examples", type=int, default=200)
@@ -206,13 +248,16 @@ def main() -> None:
 
     failure = None
     with probes.poisoned():
+        several = roots()
         try:
             run()
         except Exception as error:  # noqa: BLE001 # whatever failed is the result
             failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     files = [sys.modules[f"{RELOAD}.{name}"].__file__ for name in ("meta", "layerwise")]
     status = {row.id: row.as_dict() for row in ultra_patches.status()}
-    print("\n" + json.dumps({"examples": count, "failure": failure, "status": status, "files": files}))
+    print(
+        "\n" + json.dumps({"examples": count, "failure": failure, "roots": several, "status": status, "files": files})
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultra_patches.compile_salt import salted_by
 from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.vllm_router_bias import keep_fp32
 from ultra_patches.vllm_router_bias import probe as probe_block
@@ -47,7 +48,11 @@ PATCH = Patch(
     fixed_in=None,
     removal="vllm < 0.27 is no longer supported",
     last_checked="2026-11-30",
-    variants=(Variant("all", (Target(_MODULE, f"{_CLASS}.__init__", keep_fp32(_BIAS)),)),),
+    variants=(
+        Variant(
+            "all", (Target(_MODULE, f"{_CLASS}.__init__", keep_fp32(_BIAS)), salted_by("vllm-kimi-linear-router-bias"))
+        ),
+    ),
     probe=probe,
     probe_after=(_MODULE,),
 )

@@ -8,6 +8,7 @@ defect. `status()` says what is in force in this process.
 
 from __future__ import annotations
 
+from ultra_patches import received
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.ledger import PatchStatus
 from ultra_patches.overlay import arm as _arm
@@ -20,6 +21,7 @@ __all__ = [
     "UltraPatchesWarning",
     "__version__",
     "check_router_biases",
+    "received",
     "require",
     "revert",
     "status",

@@ -6,6 +6,8 @@ import, they do not fire again on reload or re-import, and one that raises makes
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -62,6 +64,15 @@ def ready(name: str, executed: str) -> bool:
     """Whether a module has been executed, `executed` being the one whose callback is running."""
     module = sys.modules.get(name)
     return module is not None and (name == executed or not _initializing(module))
+
+
+def in_subinterpreter() -> bool:
+    """Whether this is not the main interpreter of its process."""
+    for name in ("_interpreters", "_xxsubinterpreters"):  # since 3.13, and before
+        with contextlib.suppress(ImportError, AttributeError):
+            interpreters = importlib.import_module(name)
+            return bool(interpreters.get_current() != interpreters.get_main())
+    return False
 
 
 def _initializing(module: ModuleType) -> bool:

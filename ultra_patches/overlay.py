@@ -58,6 +58,14 @@ def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
         for entry in entries.values():
             entry.record(State.DISABLED, "ULTRA_PATCHES=off when ultra_patches was imported")
         return
+    if hooks.in_subinterpreter():
+        for entry in entries.values():
+            entry.record(State.DISABLED, "ultra_patches was imported in a sub-interpreter")
+        _complain(
+            "ultra_patches sets nothing in a sub-interpreter, into which torch cannot be imported either: use a process of its own",
+            chosen,
+        )
+        return
     for module in dict.fromkeys(m for patch in patches.values() for m in patch.modules):
         hooks.watch(module, _executed)
     if chosen.mode == "strict":

@@ -183,3 +183,68 @@ def test_a_spawned_process_is_patched_by_the_import_alone(vllm: Site) -> None:
     )
     ended = vllm.start(str(vllm.root / "main.py"))
     assert ended.value == [True, "corrected"], ended.stderr
+
+
+SUBINTERPRETER = """
+    import importlib
+    try:
+        interpreters = importlib.import_module("_interpreters")
+    except ImportError:
+        interpreters = importlib.import_module("_xxsubinterpreters")
+    inner = interpreters.create()
+    failure = interpreters.run_string(inner, {code!r})
+    assert failure is None, failure
+    import os, sys
+    sys.stdout.flush()
+    # Python 3.12.1 may crash when it takes down extension modules that both interpreters have.
+    {end}
+"""
+
+
+def test_a_sub_interpreter_is_refused_clearly(vllm: Site) -> None:
+    vllm.declare(AFFECTED, "toy")
+    code = f"from unit.stub import *\nimport ultra_patches, {META} as meta\nreport([row('toy'), meta.f()])\n"
+    ended = vllm.run(SUBINTERPRETER.format(code=code, end="os._exit(0)"))
+    row, value = ended.value
+    assert (row["state"], row["reason"], value) == (
+        "disabled",
+        "ultra_patches was imported in a sub-interpreter",
+        "upstream",
+    )
+    assert ended.stderr.count("ultra_patches sets nothing in a sub-interpreter") == 1
+    assert "use a process of its own" in ended.stderr
+
+
+def test_the_main_interpreter_goes_on_beside_one(vllm: Site) -> None:
+    vllm.declare(AFFECTED, "toy")
+    assert vllm.ask(f"""
+        import ultra_patches
+        {SUBINTERPRETER.format(code="pass", end="pass").strip().replace(chr(10), chr(10) + "    ")}
+        import {META} as meta
+        report([row("toy")["state"], meta.f()])
+    """) == ["applied", "corrected"]
+
+
+@pytest.mark.parametrize("when", ["atexit", "thread", "del"])
+def test_an_import_while_the_interpreter_shuts_down_is_no_error(vllm: Site, when: str) -> None:
+    vllm.declare(AFFECTED, "toy")
+    ended = vllm.run(f"""
+        import atexit, importlib, threading, time
+        def late():
+            print(importlib.import_module({META!r}).f(), flush=True)
+        class Late:
+            def __del__(self):
+                try:
+                    late()
+                except (ImportError, TypeError, AttributeError):
+                    print("too late for Python itself", flush=True)
+        if {when!r} == "atexit":
+            atexit.register(late)
+        elif {when!r} == "thread":
+            threading.Thread(target=lambda: (time.sleep(0.2), late())).start()
+        else:
+            kept = Late()
+        import ultra_patches
+    """)
+    assert ended.stderr == ""
+    assert ended.stdout.strip() in ({"corrected"} if when != "del" else {"corrected", "too late for Python itself"})

@@ -35,7 +35,7 @@ def probe() -> Finding:
         layer.w13_weight.data *= 2
 
     layer = torch.nn.Module()
-    layer.moe_config = None
+    layer.moe_config = layer.shared_experts = None
     layer._expert_routing_tables = layer._maybe_init_expert_routing_tables = lambda: None
     kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=repack))
     self = SimpleNamespace(

@@ -112,8 +112,7 @@ class Model:
             # Ours goes with it: it is out of reach, and nobody is to take it for set.
             self.state, self.ours = "conflict", False
         elif self.f == "upstream":
-            # After a conflict everything is set at once, as where a module comes late.
-            self.late |= late or self.state == "conflict"
+            self.late |= late
             self.f, self.ours, self.state = "corrected", True, "applied"
 
     @property

@@ -113,7 +113,8 @@ def test_rules_describe_the_patches() -> None:
     for patch, rule in zip(ALL, sarif.sarif()["runs"][0]["tool"]["driver"]["rules"], strict=True):
         assert rule["shortDescription"]["text"] == patch.title
         assert rule["fullDescription"]["text"] == patch.description
-        assert rule["helpUri"] in (patch.bug, patch.upstream_pr)
+        assert rule.get("helpUri") in (patch.bug, patch.upstream_pr, None)
+        assert ("helpUri" in rule) is any(link.startswith("https://") for link in (patch.bug, patch.upstream_pr))
         assert patch.removal in rule["help"]["text"]
 
 
@@ -194,12 +195,12 @@ def test_a_patch_that_no_supported_release_needs_is_a_note(empty: Path, monkeypa
     supported = matrix.read()
     supported["vllm"] = dataclasses.replace(supported["vllm"], lowest="0.24.0")
     monkeypatch.setattr(matrix, "read", lambda: supported)
-    (note,) = found("retired")
+    (note,) = [result for result in found("retired") if result["ruleId"] == GUARD.id]
     assert (note["level"], note["ruleId"], line_of(note)) == ("note", GUARD.id, "PATCH = Patch(")
     for release in ("0.31.0", "0.32.0", "0.33.0"):  # all that have the last source
-        assert found("retired") == [note], release
+        assert note in found("retired"), release
         results.path_of(Cell("vllm", release)).unlink()
-    assert found("retired") == [], "a release without a verdict might need it"
+    assert note not in found("retired"), "a release without a verdict might need it"
     assert list(empty.iterdir())
 
 

@@ -94,7 +94,8 @@ def main() -> None:
             seen["old, atomic"] = example.score(llm)
             send(llm, folder, new, *chunks)
             seen["new, back and forth"] = example.score(llm)
-    print("\n" + json.dumps({"seen": seen, "errors": errors}), flush=True)
+    where = sys.modules["vllm"].__file__
+    print("\n" + json.dumps({"seen": seen, "errors": errors, "vllm": where}), flush=True)
 
 
 if __name__ == "__main__":

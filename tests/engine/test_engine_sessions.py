@@ -1,6 +1,7 @@
 """Sessions that do not go by the book, on a real engine: the weights are the right ones, whatever was sent how.
 
-Compared are log-probabilities with those of an engine that was started on the same checkpoint, to the last bit.
+Compared are log-probabilities with those of an engine that was started on the same checkpoint, to the last bit. Once with what
+is installed, and once with the sources of the newest release over the installed compiled operators, which it still runs with.
 """
 
 import importlib.util
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import releases
 
 TIMEOUT_S = 900
 pytestmark = [
@@ -27,11 +30,20 @@ STAGES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def case() -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["installed", "0.33.0"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = []
+    if request.param != "installed":
+        path = [str(releases.with_operators(request.param, tmp_path_factory.mktemp("engine")))]
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("sessions_case.py"))],
-        env={"OMP_NUM_THREADS": "2", **os.environ, "PYTHONWARNINGS": "default::UserWarning"},
+        env={
+            "OMP_NUM_THREADS": "2",
+            **os.environ,
+            "PYTHONWARNINGS": "default::UserWarning",
+            "VLLM_TARGET_DEVICE": "cpu",
+            "PYTHONPATH": os.pathsep.join([*path, str(Path(__file__).parents[2])]),
+        },
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -39,6 +51,7 @@ def case() -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert path == [] or result["vllm"].startswith(path[0]), result["vllm"]
     return {**result, "stderr": done.stderr}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from compat import fetch
+from ultra_patches import facts
 
 
 def tree(project: str, release: str) -> Path:
@@ -18,3 +20,14 @@ def tree(project: str, release: str) -> Path:
         if os.environ.get("CI"):
             pytest.fail(f"CI runs on real upstreams: {error}")
         pytest.skip(str(error))
+
+
+def with_operators(release: str, folder: Path) -> Path:
+    """The sources of a vLLM release with the compiled operators of the installed one beside them, for a whole engine."""
+    made = folder / f"vllm-{release}"
+    shutil.copytree(tree("vllm", release), made, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    installed = facts.locate("vllm")
+    assert installed is not None
+    for operators in installed.root.glob("*.so"):
+        (made / "vllm" / operators.name).symlink_to(operators)
+    return made

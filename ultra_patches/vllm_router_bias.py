@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from ultra_patches.patch import Build, Finding, Verdict
 
@@ -68,6 +67,8 @@ def _default_dtype(dtype: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _hollow(module: ModuleType) -> Iterator[None]:
     """The layers and groups that a block is made of, without weights and without processes."""
+    from unittest import mock
+
     import torch
 
     class Hollow(torch.nn.Module):  # type: ignore[misc] # torch is not followed

@@ -81,8 +81,16 @@ def test_an_engine_and_a_ray_actor_have_one_digest(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_the_plug_in_is_named(tmp_path: Path) -> None:
-    start(str(SESSION), ULTRA_PATCHES_RUN_DIR=str(tmp_path), VLLM_PLUGINS="")
-    code, data = report(tmp_path)
+    """The import stands where only the driver comes by: multiprocessing gives the engine's processes the file without it."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "if __name__ == '__main__':\n"
+        f"    import sys; sys.path.insert(0, {str(SESSION.parent)!r})\n"
+        "    import weight_update_session; raise SystemExit(weight_update_session.main([]))\n"
+    )
+    folder = tmp_path / "run"
+    start(str(script), ULTRA_PATCHES_RUN_DIR=str(folder), VLLM_PLUGINS="")
+    code, data = report(folder)
     assert code == 1
     (problem,) = data["problems"]
     assert "(EngineCore), started by pid" in problem

@@ -29,7 +29,7 @@ def own_entry_points() -> str:
     text = (PROJECT / "pyproject.toml").read_text()
     groups = re.findall(r'^\[project\.entry-points\."?([\w.]+)"?\]\n((?:.+\n)+)', text, re.MULTILINE)
     loaders = [(group, lines) for group, lines in groups if group != "ultra_patches.patches"]
-    assert len(loaders) == 2
+    assert len(loaders) == 3
     return "".join(f"[{group}]\n{lines.replace(chr(34), '')}\n" for group, lines in loaders)
 
 

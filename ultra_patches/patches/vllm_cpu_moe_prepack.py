@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
 
@@ -26,6 +25,8 @@ def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 
 def probe() -> Finding:
     """Set up a kernel whose experts repack by doubling, and set it up again with new weights as an update does."""
+    from unittest import mock
+
     import torch
 
     module: Any = importlib.import_module(_MODULE)

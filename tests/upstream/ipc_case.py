@@ -5,6 +5,7 @@ usage: python ipc_case.py on|off|worker-off SCENARIO…     (`worker-off`: patch
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -106,7 +107,7 @@ def main() -> None:
 
     if sys.argv[1] == "worker-off":
         place = apply.resolve(engine, "IPCWeightTransferEngine.receive_weights")
-        setattr(place.owner, place.attribute, place.function.__wrapped__)
+        setattr(place.owner, place.attribute, inspect.unwrap(place.function))
     results: dict[str, Any] = {}
     for word in sys.argv[2:]:
         name, _, mode = word.partition(":")

@@ -9,7 +9,6 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
 
@@ -35,10 +34,7 @@ def run(cell: Cell, supported: Supported) -> results.Result:
         }
         root = path.partition(":")[0]
         chosen = matrix.patches_of(cell.upstream)
-        with ThreadPoolExecutor(2) as pool:
-            rows = dict(
-                row for rows in pool.map(lambda group: _both(group, environ, root), together(chosen)) for row in rows
-            )
+        rows = dict(row for group in together(chosen) for row in _both(group, environ, root))
         patches: dict[str, object] = {patch.id: rows[patch.id] for patch in chosen}
     return results.Result(
         cell.upstream,

@@ -147,7 +147,8 @@ def process() -> Process:
     for row in rows:
         decision = decision_for(entries[row.id].patch, chosen) if row.state is State.ARMED else None
         after = entries[row.id].patch.probe_after if decision and decision.action is Action.PROBE else ()
-        modules = [*(key.partition(":")[0] for key in row.targets), *after]
+        targets = decision.variant.required if decision and decision.variant else ()
+        modules = [*(target.module for target in targets), *after]
         if decision and modules and all(hooks.ready(name, "") for name in modules):
             unfired.append(row.id)
     told = {key for row in rows if row.state in BAD for key in row.targets}
@@ -164,7 +165,7 @@ def _foreign(row: PatchStatus, told: Collection[str]) -> list[str]:
     variant = choose(patch, sources)
     said = []
     for target in variant.targets if variant else ():
-        if target.key in told or not hooks.ready(target.module, ""):
+        if target.key in told or target.key not in sources or not hooks.ready(target.module, ""):
             continue
         module = sys.modules[target.module]
         try:
@@ -205,7 +206,7 @@ def main(upstream: str) -> int:
     for prepare in dict.fromkeys(patch.prepare for patch, _ in wanted if patch.prepare):
         prepare()
     for patch, decision in wanted:
-        targets = decision.variant.targets if decision.variant else ()
+        targets = decision.variant.required if decision.variant else ()
         for name in dict.fromkeys([*(target.module for target in targets), *patch.probe_after]):
             try:
                 importlib.import_module(name)

@@ -208,15 +208,14 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
     if decision.variant is None:
         entry.record(decision.state, decision.reason)
         return
-    targets = decision.variant.targets
+    targets, required = decision.variant.targets, decision.variant.required
     # What is set already stays decided: a probe would now run our own functions.
     # After a failure all of them or none, also where the others were imported before.
     together = entry.state in BAD
     if decision.action is Action.PROBE and not entry.applied:
-        if not _shows_the_defect(entry, module, targets):
+        if not _shows_the_defect(entry, module, required):
             return
         together = True
-    required = decision.variant.required
     ready = all(hooks.ready(target.module, module.__name__) for target in required)
     for target in targets:
         here = hooks.ready(target.module, module.__name__) if target.optional else ready
@@ -234,10 +233,7 @@ def _exists(target: Target, entry: Entry) -> bool:
 def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, ...]) -> bool:
     """Probe the installed code, and record what it says where that is not the defect."""
     # What is still being executed has not all of its functions.
-    if not all(
-        hooks.ready(n, module.__name__)
-        for n in (*entry.patch.probe_after, *(t.module for t in targets if not t.optional))
-    ):
+    if not all(hooks.ready(n, module.__name__) for n in (*entry.patch.probe_after, *(t.module for t in targets))):
         return False
     finding = entry.patch.probe()
     if finding.verdict is Verdict.DEFECT:

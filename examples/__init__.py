@@ -1,0 +1,1 @@
+"""Examples that run on the real stack."""

@@ -1,0 +1,246 @@
+"""The GRPO example as a user runs it: two trainer ranks, a vLLM engine and Ray, on the CPU preset.
+
+One whole run comes first; the others go on from its checkpoints, or start with a few supervised steps.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+psutil = pytest.importorskip("psutil")
+for needed in ("ray", "vllm", "megatron.bridge"):
+    pytest.importorskip(needed.partition(".")[0])
+
+ROOT = Path(__file__).parents[2]
+PATCH = "vllm-cpu-moe-prepack"
+MARK = "GRPO_TEST_RUN"
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+
+def command(files: Path, out: Path, *arguments: str) -> list[str]:
+    """The preset on these files."""
+    keys = {"model": "model", "data": "train.jsonl", "eval_data": "eval.jsonl", "sft.data": "sft.jsonl"}
+    paths = [f"{key}={files / name}" for key, name in keys.items()]
+    return [sys.executable, "-m", "examples.grpo.train", "examples/grpo/cpu.yaml", *paths, f"out={out}", *arguments]
+
+
+def environment(out: Path, **extra: str) -> dict[str, str]:
+    """A mark that every process of the run inherits, by which what is left of it can be found."""
+    return {**os.environ, MARK: str(out), "HF_HUB_OFFLINE": "1", **extra}
+
+
+def left(out: Path) -> list[str]:
+    """The processes of a run that still live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:80])
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_all_ended(out: Path) -> None:
+    """Some seconds are Ray's own, for its daemons."""
+    until = time.monotonic() + 30
+    while (alive := left(out)) and time.monotonic() < until:
+        time.sleep(0.5)
+    assert not alive
+
+
+def run(files: Path, out: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end, however it ends, and see that nothing of it goes on."""
+    found = subprocess.run(
+        command(files, out, *arguments),
+        check=False,
+        cwd=ROOT,
+        env=environment(out, **extra),
+        capture_output=True,
+        text=True,
+    )
+    assert_all_ended(out)
+    return found
+
+
+def metrics(out: Path, phase: str = "grpo") -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["phase"] == phase]
+
+
+def error(found: subprocess.CompletedProcess[str]) -> str:
+    """The one error of a run that failed."""
+    assert found.returncode == 1, found.stderr
+    assert "Traceback" not in found.stderr
+    lines = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, found.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo") / "files"
+    subprocess.run([sys.executable, "-m", "examples.grpo.cpu_preset", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path) -> Path:
+    """The folder of a whole run, with all its checkpoints."""
+    out = files.parent / "whole"
+    found = run(files, out, "keep=100")
+    assert found.returncode == 0, found.stderr
+    return out
+
+
+@pytest.fixture
+def resumed(whole: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """Make the folder of a run that had got as far as a checkpoint of the whole one."""
+
+    def make(step: int) -> Path:
+        place = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        shutil.copytree(whole / "checkpoints" / f"step-{step}", place)
+        return tmp_path / "run"
+
+    return make
+
+
+@pytest.fixture
+def started(files: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a run in the background; what is left of it is killed in the end."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(files, out, *arguments), cwd=ROOT, env=environment(out), stderr=subprocess.PIPE, text=True
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 300
+    while time.monotonic() < until and process.poll() is None:
+        if (out / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(out)):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached; exit status {process.poll()}")
+
+
+def kill(out: Path, title: str) -> None:
+    """Kill -9 the first process of the run whose command line has the title."""
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get(MARK) == str(out)
+            if ours and title in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)
+                return
+        except psutil.Error:
+            continue
+    pytest.fail(f"no process {title}: {left(out)}")
+
+
+def test_the_reward_rises_and_both_sides_agree_after_every_sync(whole: Path) -> None:
+    rows = metrics(whole)
+    assert rows[0]["reward"] < 0.6
+    last = sum(row["reward"] for row in rows[-5:]) / 5
+    assert last > 0.8
+    assert last - rows[0]["reward"] >= 0.3
+    assert rows[-1]["eval"] > 0.8
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(0 < row["dlogp_after"] < 0.05 for row in rows)
+    assert all(row["dlogp_rollout"] < 0.05 for row in rows)
+    # The weights moved, and the sync is what brought the sides together.
+    assert sum(row["dlogp_before"] for row in rows) > 1.5 * sum(row["dlogp_after"] for row in rows)
+    assert (whole / "run.png").stat().st_size > 20_000
+    assert list((whole / "tensorboard").iterdir())
+
+
+def test_without_the_patch_the_run_refuses_and_unsafe_shows_the_damage(
+    resumed: Callable[[int], Path], files: Path
+) -> None:
+    out = resumed(20)
+    refused = error(run(files, out, "grpo.steps=22", ULTRA_PATCHES_DISABLE=PATCH))
+    assert PATCH in refused
+    assert "ULTRA_PATCHES_DISABLE" in refused
+    damaged = run(files, out, "grpo.steps=22", "--unsafe", ULTRA_PATCHES_DISABLE=PATCH)
+    assert damaged.returncode == 0, damaged.stderr
+    for row in metrics(out):
+        assert row["dlogp_after"] > 0.5
+        assert row["reward"] < 0.1
+
+
+def test_a_run_that_is_killed_goes_on_from_its_checkpoint(
+    resumed: Callable[[int], Path], files: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    out = resumed(10)
+    process = started(out, "save_every=2", "grpo.steps=20")
+    wait_for_step(out, 12, process)
+    process.kill()
+    process.wait()
+    assert_all_ended(out)
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert "step-12" in kept
+    seen = len(metrics(out))
+    found = run(files, out, "save_every=2", "grpo.steps=15")
+    assert found.returncode == 0, found.stderr
+    after = re.search(r"resumed after GRPO step (\d+)", found.stderr)
+    assert after
+    assert int(after[1]) >= 12
+    rest = metrics(out)[seen:]
+    assert [row["step"] for row in rest] == list(range(int(after[1]), 15))
+
+
+def test_a_resumed_run_repeats_what_the_whole_one_did(resumed: Callable[[int], Path], files: Path, whole: Path) -> None:
+    out = resumed(10)
+    assert run(files, out, "grpo.steps=11").returncode == 0
+    again, before = metrics(out)[0], metrics(whole)[10]
+    assert again["step"] == before["step"] == 10
+    assert again["reward"] == pytest.approx(before["reward"], abs=0.1)
+    assert again["lr"] != before["lr"] or again["lr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("title", "name"), [("VLLM::EngineCore", "rollout engine"), ("ray::TrainerActor", "trainer rank")]
+)
+def test_a_process_that_dies_ends_the_run_with_one_line(
+    resumed: Callable[[int], Path], started: Callable[..., subprocess.Popen[str]], title: str, name: str
+) -> None:
+    out = resumed(10)
+    process = started(out)
+    wait_for_step(out, 10, process)
+    kill(out, title)
+    _, text = process.communicate(timeout=200)
+    found = subprocess.CompletedProcess([], process.returncode, "", text)
+    assert name in error(found)
+    assert "The checkpoint after GRPO step 10 is whole" in text
+    assert_all_ended(out)
+    assert (out / "checkpoints" / "step-10" / "metadata.json").is_file()
+
+
+def test_a_sync_that_times_out_ends_the_run_with_one_line(resumed: Callable[[int], Path], files: Path) -> None:
+    found = run(files, resumed(10), "sync.timeout_s=0.001")
+    assert "sync.timeout_s" in error(found)
+
+
+def test_a_checkpoint_without_a_chat_template_is_refused(files: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "files"
+    shutil.copytree(files, bare)
+    (bare / "model" / "chat_template.jinja").unlink()
+    assert "has no chat template" in error(run(bare, tmp_path / "run"))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-
 CPU = torch.device("cpu")
 
 

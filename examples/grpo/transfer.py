@@ -73,23 +73,20 @@ def sender(sync: Sync, engines: Engines, source: Source, rank: int, address: str
         if rank == 0:
             engines.init_weight_transfer_engine({})
         return lambda: _send_files(sync, engines, source, rank)
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    except ImportError:
+    from vllm.distributed.weight_transfer import factory, ipc_engine, nccl_engine
+
+    # vLLM 0.26 has a factory, for its sparse transport alone.
+    if not hasattr(ipc_engine, "IPCTrainerInitInfo"):
         return _released_before_029(sync, engines, source, rank, address, workers)
     size = sync.buffer_mib << 20
     if sync.backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        init: Any = IPCTrainerInitInfo(rank=rank, packed=sync.packed, packed_buffer_size_bytes=size)
+        init: Any = ipc_engine.IPCTrainerInitInfo(rank=rank, packed=sync.packed, packed_buffer_size_bytes=size)
     else:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        init = NCCLTrainerInitInfo(
+        init = nccl_engine.NCCLTrainerInitInfo(
             rank=rank, master_address=address, master_port=_port(), world_size=workers + 1,
             packed=sync.packed, packed_buffer_size_bytes=size,
         )  # fmt: skip
-    made = WeightTransferTrainerFactory.trainer_init(init, client=engines, source=source)
+    made = factory.WeightTransferTrainerFactory.trainer_init(init, client=engines, source=source)
     return made.send_weights
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from yaml import YAMLError
 
 from examples.grpo.errors import RunError
 
@@ -165,7 +166,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise RunError(f"{path}: {' '.join(str(error).split())}") from error
     try:
         config = Config.model_validate(values)

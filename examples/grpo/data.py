@@ -1,5 +1,6 @@
 """Questions and answers in GSM8K's format, the tokens of a prompt, and rows of tokens padded to one length."""
 
+import functools
 import json
 import random
 from collections.abc import Sequence
@@ -63,9 +64,13 @@ def draw(problems: Sequence[Problem], count: int, step: int, seed: int) -> list[
     found = []
     for index in range(step * count, (step + 1) * count):
         epoch, place = divmod(index, len(problems))
-        order = random.Random(f"{seed}/{epoch}").sample(range(len(problems)), len(problems))
-        found.append(problems[order[place]])
+        found.append(problems[_order(len(problems), epoch, seed)[place]])
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, epoch: int, seed: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(count), count)
 
 
 def pad(

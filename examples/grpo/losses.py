@@ -22,6 +22,7 @@ def logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def scores(part: Batch, temperature: float, logits: Tensor, non_loss_data: bool = True) -> Tensor:  # noqa: ARG001 # Megatron's call
+    """Log-probabilities alone, fp32 [b, s - 1], for a pass without gradients."""
     return logprobs(logits, part["tokens"], temperature)
 
 
@@ -33,6 +34,7 @@ def _summed(part: Batch, loss: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor,
 
 
 def supervised(part: Batch, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Cross-entropy of the tokens in the mask."""
     loss = -logprobs(logits, part["tokens"], temperature)
     return _summed(part, loss, torch.zeros_like(loss))
 
@@ -40,6 +42,7 @@ def supervised(part: Batch, temperature: float, logits: Tensor) -> tuple[Tensor,
 def clipped_policy(
     wanted: Any, part: Batch, temperature: float, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """GRPO's objective; `wanted` has clip_low, clip_high and kl."""
     new = logprobs(logits, part["tokens"], temperature)
     loss, clipped = grpo.objective(
         new, part["old"], part["advantage"], wanted.clip_low, wanted.clip_high, part.get("reference"), wanted.kl

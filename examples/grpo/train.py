@@ -87,6 +87,10 @@ class Run:
         if new:
             self.cluster.train("keep_reference")
             self.cluster.train("save_reference", folder)
+        elif not folder.is_dir():
+            raise RunError(
+                f"grpo.kl is set and {folder} is absent: this run began without it; set grpo.kl=0 or a new `out`"
+            )
         else:
             self.cluster.train("load_reference", folder)
 

@@ -44,7 +44,7 @@ def test_the_preset_loads_and_overrides_win(files: list[str]) -> None:
         ("trainer.tensor_parallel=3", "tensor_parallel 3 x pipeline_parallel 1 = 3 does not divide ranks 2"),
         ("trainer.expert_parallel=4", "expert_parallel 4 x expert_tensor_parallel 1 = 4 does not divide the 2 ranks"),
         ("sync.backend=nccl", "sync.backend nccl does not go with device cpu"),
-        ("grpo.updates=3", "grpo.updates 3 does not divide prompts x group"),
+        ("grpo.updates=5", "grpo.updates 5 does not divide prompts x group"),
         ("data=/nowhere.jsonl", "data: no dataset at /nowhere.jsonl"),
         ("sft.data=/nowhere.jsonl", "sft.data: no dataset"),
         ("model=/nowhere", "model: no config.json in /nowhere"),

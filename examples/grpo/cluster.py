@@ -31,7 +31,7 @@ TRANSPORT_PATCHES = {
     "nccl": ("vllm-nccl-packed-streams", "vllm-packed-alignment", "vllm-reload-receive-buffer"),
     "shared_file": ("vllm-cpu-moe-prepack",),
 }
-#: vLLM starts processes of its own, which must not think that they belong to the trainer's group.
+#: CUDA IPC handles reach vLLM's workers by pickle, which it refuses unless told.
 ENGINE_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 CPU_ENGINE_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"}
 CPU_TRAINER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}

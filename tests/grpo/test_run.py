@@ -186,6 +186,41 @@ def test_without_the_patch_the_run_refuses_and_unsafe_shows_the_damage(
         assert row["reward"] < 0.1
 
 
+#: A run that does not look for its patches, and does stop where both sides differ.
+UNLOOKED = """
+import ultra_patches, sys
+from pathlib import Path
+from examples.grpo import cluster, report, train
+from examples.grpo.config import load
+config = load(Path(sys.argv[1]), sys.argv[2:])
+with report.Report(config.out) as progress, cluster.start(config, config.model, require=False) as actors:
+    try:
+        train.Run(config, actors, progress, unsafe=False).run()
+    except train.RunError as error:
+        print(error)
+"""
+
+
+def test_the_diagnosis_names_the_weights_that_did_not_arrive(resumed: Callable[[int], Path], files: Path) -> None:
+    out = resumed(20)
+    script = [sys.executable, "-c", UNLOOKED, *command(files, out)[3:]]
+    found = subprocess.run(
+        script,
+        check=True,
+        cwd=ROOT,
+        env=environment(out, ULTRA_PATCHES_DISABLE=PATCH),
+        capture_output=True,
+        text=True,
+    )
+    assert_all_ended(out)
+    assert "are not those that were sent" in found.stdout
+    named = found.stdout.partition("that were sent: ")[2].partition(".")[0:3]
+    assert "experts" in "".join(named)
+    fresh = re.search(r"started on the same export differs by ([0-9.]+);", found.stdout)
+    assert fresh
+    assert float(fresh[1]) < 0.05
+
+
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(
     resumed: Callable[[int], Path], files: Path, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -227,8 +262,17 @@ def test_on_resume_the_schedule_of_the_file_wins_where_it_is_wanted(
     assert metrics(out)[0]["lr"] == pytest.approx(1e-4)
 
 
-def test_a_reference_policy_and_several_updates_a_step_go_on_after_a_resume(files: Path, tmp_path: Path) -> None:
-    keys = ("sft.steps=5", "grpo.kl=0.5", "grpo.updates=2", "rollout.temperature=0.7", "save_every=1")
+def test_a_reference_policy_two_engines_and_several_updates_a_step_go_on_after_a_resume(
+    files: Path, tmp_path: Path
+) -> None:
+    keys = (
+        "sft.steps=5",
+        "rollout.engines=2",
+        "grpo.kl=0.5",
+        "grpo.updates=2",
+        "rollout.temperature=0.7",
+        "save_every=1",
+    )
     out = tmp_path / "run"
     first = run(files, out, *keys, "grpo.steps=1")
     assert first.returncode == 0, first.stderr

@@ -1,6 +1,9 @@
 """Megatron without transformer-engine: core's own layers ("local") and no fused kernels. Slow; for CPU and small tests."""
 
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from ultra_patches.probe_bias import stand_in_for_gpu_packages
 
@@ -35,6 +38,21 @@ def use(provider: Any) -> None:
         if hasattr(provider, name):
             setattr(provider, name, value)
     provider.transformer_layer_spec = _local_block
+
+
+def adam_states(optimizer: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The state of torch's Adam for each parameter, made where there was no step yet.
+
+    Without transformer-engine Megatron neither makes it before it loads a checkpoint nor restores the step count in it
+    (core/optimizer/distrib_optimizer.py, 0.19.2).
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter in (one for group in part.optimizer.param_groups for one in group["params"]):
+            state = part.optimizer.state[parameter]
+            if not state:
+                state |= {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                state["step"] = torch.tensor(0.0)
+            yield state
 
 
 def _local_block(config: Any, **_: Any) -> Any:

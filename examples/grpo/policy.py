@@ -244,7 +244,12 @@ class Policy:
         for name, part in self._parts().items():
             part.load_state_dict(state[name], strict=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        for adam in self._adam():
+            adam["step"] = torch.tensor(state["adam_step"])
         self.scheduler.load_state_dict(state["scheduler"])
+
+    def _adam(self) -> list[dict[str, Tensor]]:
+        return [] if self.sizes.transformer_engine else list(plain_layers.adam_states(self.optimizer))
 
     def _parts(self) -> dict[str, Any]:
         """The model as it is inside Megatron's wrappers, a part a virtual pipeline stage."""
@@ -253,11 +258,13 @@ class Policy:
         return {f"model{index}": part for index, part in enumerate(unwrap_model(self.model))}
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        steps = {float(adam["step"]) for adam in self._adam()}
         metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
         state: dict[str, Any] = {name: part.sharded_state_dict() for name, part in self._parts().items()}
         model = state["model0"] if len(state) == 1 else dict(state)
         state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         state["scheduler"] = self.scheduler.state_dict()
+        state["adam_step"] = max(steps, default=0.0)
         return state
 
 

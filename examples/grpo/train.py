@@ -112,10 +112,10 @@ class Run:
             batch["reference"] = self.gather(self.cluster.train("reference_logprobs", batch, temperature), batch)
         metrics |= self.update(batch, keep, step)
         metrics |= self.compared_sync(probes)
-        if (step + 1) % self.config.eval_every == 0 or step == 0 or step + 1 == wanted.steps:
+        self.recent = [*self.recent[-4:], metrics["reward"]]
+        if (step + 1) % self.config.eval_every == 0 or step == 0 or step + 1 == wanted.steps or self.done():
             metrics["eval"] = self.evaluate()
         metrics["step_s"] = time.monotonic() - began
-        self.recent = [*self.recent[-4:], metrics["reward"]]
         self.report.step("grpo", step, wanted.steps, metrics)
 
     def rollout(self, step: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:

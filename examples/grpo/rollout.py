@@ -1,8 +1,11 @@
 """One vLLM engine, for a Ray actor: it generates, scores, and takes new weights in vLLM's own session."""
 
 import hashlib
+import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ class Rollout:
             worker_extension_cls=f"{__name__}.WorkerExtension",
             **{**where, **wanted.engine},
         )
+        threading.Thread(target=_end_with, args=(multiprocessing.active_children(),), daemon=True).start()
 
     def require(self, patches: Sequence[str]) -> None:
         """Raise unless every worker has these patches, or does not need them."""
@@ -120,3 +124,10 @@ class Rollout:
         self.llm.finish_weight_update()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running during a weight update")
+
+
+def _end_with(children: list[Any]) -> None:
+    """End this process when a child of it does: vLLM waits for an answer of an EngineCore that was killed (seen in 0.32.0)."""
+    if children:
+        connection.wait([child.sentinel for child in children])
+        os._exit(1)

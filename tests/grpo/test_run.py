@@ -242,50 +242,6 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint(
     assert [row["step"] for row in rest] == list(range(int(after[1]), 15))
 
 
-def test_a_resumed_run_repeats_what_the_whole_one_did(resumed: Callable[[int], Path], files: Path, whole: Path) -> None:
-    out = resumed(10)
-    assert run(files, out, "grpo.steps=11").returncode == 0
-    again, before = metrics(out)[0], metrics(whole)[10]
-    assert again["step"] == before["step"] == 10
-    assert again["reward"] == pytest.approx(before["reward"], abs=0.1)
-    # The schedule is the checkpoint's, not that of a run of 11 steps.
-    assert again["lr"] == pytest.approx(before["lr"], rel=1e-6)
-
-
-def test_on_resume_the_schedule_of_the_file_wins_where_it_is_wanted(
-    resumed: Callable[[int], Path], files: Path
-) -> None:
-    out = resumed(10)
-    keys = {"lr": "1e-4", "min_lr": "1e-4", "override_on_resume": "true"}
-    found = run(files, out, "grpo.steps=11", *(f"grpo.schedule.{key}={value}" for key, value in keys.items()))
-    assert found.returncode == 0, found.stderr
-    assert metrics(out)[0]["lr"] == pytest.approx(1e-4)
-
-
-def test_a_reference_policy_two_engines_and_several_updates_a_step_go_on_after_a_resume(
-    files: Path, tmp_path: Path
-) -> None:
-    keys = (
-        "sft.steps=5",
-        "rollout.engines=2",
-        "grpo.kl=0.5",
-        "grpo.updates=2",
-        "rollout.temperature=0.7",
-        "save_every=1",
-    )
-    out = tmp_path / "run"
-    first = run(files, out, *keys, "grpo.steps=1")
-    assert first.returncode == 0, first.stderr
-    second = run(files, out, *keys, "grpo.steps=2")
-    assert second.returncode == 0, second.stderr
-    rows = metrics(out)
-    assert [row["step"] for row in rows] == [0, 1]
-    # At another temperature too, the trainer gives what it gets the log-probabilities that they were drawn with.
-    assert all(row["dlogp_rollout"] < 0.05 and row["dlogp_after"] < 0.05 for row in rows)
-    shutil.rmtree(out / "reference")
-    assert "began without it" in error(run(files, out, *keys, "grpo.steps=3"))
-
-
 @pytest.mark.parametrize(
     ("title", "name"), [("VLLM::EngineCore", "rollout engine"), ("ray::TrainerActor", "trainer rank")]
 )
@@ -302,11 +258,6 @@ def test_a_process_that_dies_ends_the_run_with_one_line(
     assert "The checkpoint after GRPO step 10 is whole" in text
     assert_all_ended(out)
     assert (out / "checkpoints" / "step-10" / "metadata.json").is_file()
-
-
-def test_a_sync_that_times_out_ends_the_run_with_one_line(resumed: Callable[[int], Path], files: Path) -> None:
-    found = run(files, resumed(10), "sync.timeout_s=0.001")
-    assert "sync.timeout_s" in error(found)
 
 
 def test_a_checkpoint_without_a_chat_template_is_refused(files: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Schedule(Section):
 
 
 class Trainer(Section):
-    """Megatron's ranks. The data-parallel size is what remains of `gpus` (on CPU: processes)."""
+    """Megatron's ranks. The data-parallel size is what tensor and pipeline parallel leave of `ranks`."""
 
     ranks: PositiveInt
     tensor_parallel: PositiveInt = 1

@@ -237,7 +237,7 @@ class Policy:
         dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; any layout of ranks that Megatron can reshard to will do."""
+        """Read what `save` wrote, on the same tensor-, pipeline- and expert-parallel sizes."""
         from megatron.core import dist_checkpointing
 
         state = dist_checkpointing.load(self._state(is_loading=True), str(folder))

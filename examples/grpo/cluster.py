@@ -154,9 +154,8 @@ def _last_line(error: Any) -> str:
 
 
 @contextlib.contextmanager
-def start(config: Config, model: Path, *, require: bool) -> Iterator[Cluster]:
+def start(config: Config, *, require: bool) -> Iterator[Cluster]:
     """Start Ray, trainers and engines; every process of the run has ended when the block is left."""
-    cpu = config.device == "cpu"
     # A worker's own children, such as vLLM's EngineCore, end with it even when it is killed.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     options: dict[str, Any] = {"address": None if config.ray == "local" else config.ray}
@@ -164,12 +163,13 @@ def start(config: Config, model: Path, *, require: bool) -> Iterator[Cluster]:
         options |= {"include_dashboard": False, "num_cpus": config.trainer.ranks + config.rollout.engines}
     ray.init(runtime_env=runtime_env({}), log_to_driver=False, logging_level="ERROR", **options)
     try:
-        yield _actors(config, model, cpu=cpu, require=require)
+        yield _actors(config, require=require)
     finally:
         ray.shutdown()
 
 
-def _actors(config: Config, model: Path, *, cpu: bool, require: bool) -> Cluster:
+def _actors(config: Config, *, require: bool) -> Cluster:
+    cpu = config.device == "cpu"
     per_engine = config.rollout.tensor_parallel * config.rollout.pipeline_parallel
     workers = config.rollout.engines * per_engine
     shared = config.sync.backend == "ipc"
@@ -193,7 +193,7 @@ def _actors(config: Config, model: Path, *, cpu: bool, require: bool) -> Cluster
         )
     address = Cluster.get({"trainer rank 0": trainers[0].place.remote()})[0]
     port = Cluster.get({"trainer rank 0": trainers[0].port.remote()})[0]
-    engines = [_engine(config, model, group, index) for index in range(config.rollout.engines)]
+    engines = [_engine(config, config.model, group, index) for index in range(config.rollout.engines)]
     cluster = Cluster(config, trainers, engines, group)
     cluster.get(
         {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.grpo.config import Config
 from examples.grpo.errors import RunError
 from examples.grpo.reward import gsm8k_reward
 
@@ -21,6 +22,27 @@ class Problem:
 
     question: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: the tokenizer, and the problems to train on, to evaluate on and to start from."""
+
+    tokens: Any
+    train: list[Problem]
+    eval: list[Problem]
+    sft: list[Problem]
+
+
+def inputs(config: Config) -> Inputs:
+    """Read them all, so that what is wrong in a file is told before anything starts."""
+    train = load(config.data)
+    return Inputs(
+        tokens=tokenizer(config.model),
+        train=train,
+        eval=load(config.eval_data) if config.eval_data else train,
+        sft=load(config.sft.data) if config.sft else [],
+    )
 
 
 def load(path: Path) -> list[Problem]:

@@ -32,10 +32,11 @@ Metrics = dict[str, float]
 class Run:
     """The state of a run: what was configured, its actors, and where it reports."""
 
-    def __init__(self, config: Config, actors: cluster.Cluster, progress: report.Report, *, unsafe: bool) -> None:
-        self.config, self.cluster, self.report, self.unsafe = config, actors, progress, unsafe
-        self.tokens = data.tokenizer(config.model)
-        self.train, self.eval = data.load(config.data), data.load(config.eval_data or config.data)
+    def __init__(
+        self, config: Config, inputs: data.Inputs, actors: cluster.Cluster, progress: report.Report, *, unsafe: bool
+    ) -> None:
+        self.config, self.inputs, self.tokens = config, inputs, inputs.tokens
+        self.cluster, self.report, self.unsafe = actors, progress, unsafe
         self.recent: list[float] = []
 
     def run(self) -> None:
@@ -66,10 +67,9 @@ class Run:
         wanted = self.config.sft
         if wanted is None:
             return
-        problems = data.load(wanted.data)
         self.cluster.train("schedule", wanted.schedule, wanted.steps)
         for step in range(wanted.steps):
-            drawn = data.draw(problems, wanted.batch, step, self.config.seed)
+            drawn = data.draw(self.inputs.sft, wanted.batch, step, self.config.seed)
             answers = [
                 [*self.tokens.encode(one.answer, add_special_tokens=False), self.tokens.eos_token_id] for one in drawn
             ]
@@ -121,7 +121,7 @@ class Run:
     def rollout(self, step: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The padded batch, the rollout's log-probabilities [n, s - 1], and the rewards [n]."""
         wanted = self.config.grpo
-        problems = data.draw(self.train, wanted.prompts, step, self.config.seed)
+        problems = data.draw(self.inputs.train, wanted.prompts, step, self.config.seed)
         prompts = [data.prompt(self.tokens, problem) for problem in problems]
         seed = (self.config.seed * 1_000_003 + step) * wanted.prompts
         groups = self.generate(prompts, wanted.group, self.config.rollout.temperature, seed)
@@ -202,11 +202,11 @@ class Run:
 
     def evaluate(self) -> float:
         """The mean reward of one greedy response to each question of the evaluation set."""
-        prompts = [data.prompt(self.tokens, problem) for problem in self.eval]
+        prompts = [data.prompt(self.tokens, problem) for problem in self.inputs.eval]
         # vLLM takes temperature 0 as greedy.
         responses = [group[0][0] for group in self.generate(prompts, 1, 0.0, self.config.seed)]
         texts = self.tokens.batch_decode(responses, skip_special_tokens=True)
-        return mean(gsm8k_reward(text, one.answer) for text, one in zip(texts, self.eval, strict=True))
+        return mean(gsm8k_reward(text, one.answer) for text, one in zip(texts, self.inputs.eval, strict=True))
 
     def save(self, step: int) -> None:
         """A checkpoint after so many GRPO steps, where one is due."""
@@ -253,13 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load(options.config, options.overrides)
-        data.tokenizer(config.model)
-        with (
-            report.Report(config.out) as progress,
-            cluster.start(config, config.model, require=not options.unsafe) as actors,
-        ):
+        inputs = data.inputs(config)
+        with report.Report(config.out) as progress, cluster.start(config, require=not options.unsafe) as actors:
             try:
-                Run(config, actors, progress, unsafe=options.unsafe).run()
+                Run(config, inputs, actors, progress, unsafe=options.unsafe).run()
             finally:
                 if any(row["phase"] == "grpo" for row in report.read(config.out)):
                     progress.say(f"picture: {report.draw(config.out)}")

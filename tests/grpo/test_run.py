@@ -173,7 +173,7 @@ def test_the_reward_rises_and_both_sides_agree_after_every_sync(whole: Path) -> 
 
 
 def test_without_the_patch_the_run_refuses_and_unsafe_shows_the_damage(
-    resumed: Callable[[int], Path], files: Path
+    resumed: Callable[[int], Path], files: Path, whole: Path
 ) -> None:
     out = resumed(20)
     refused = error(run(files, out, "grpo.steps=22", ULTRA_PATCHES_DISABLE=PATCH))
@@ -183,19 +183,19 @@ def test_without_the_patch_the_run_refuses_and_unsafe_shows_the_damage(
     assert damaged.returncode == 0, damaged.stderr
     for row in metrics(out):
         assert row["dlogp_after"] > 0.5
-        assert row["reward"] < 0.1
+        assert row["reward"] < 0.5 * metrics(whole)[int(row["step"])]["reward"]
 
 
 #: A run that does not look for its patches, and does stop where both sides differ.
 UNLOOKED = """
 import ultra_patches, sys
 from pathlib import Path
-from examples.grpo import cluster, report, train
+from examples.grpo import cluster, data, report, train
 from examples.grpo.config import load
 config = load(Path(sys.argv[1]), sys.argv[2:])
-with report.Report(config.out) as progress, cluster.start(config, config.model, require=False) as actors:
+with report.Report(config.out) as progress, cluster.start(config, require=False) as actors:
     try:
-        train.Run(config, actors, progress, unsafe=False).run()
+        train.Run(config, data.inputs(config), actors, progress, unsafe=False).run()
     except train.RunError as error:
         print(error)
 """
@@ -242,6 +242,50 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint(
     assert [row["step"] for row in rest] == list(range(int(after[1]), 15))
 
 
+def test_a_resumed_run_repeats_what_the_whole_one_did(resumed: Callable[[int], Path], files: Path, whole: Path) -> None:
+    out = resumed(10)
+    assert run(files, out, "grpo.steps=11").returncode == 0
+    again, before = metrics(out)[0], metrics(whole)[10]
+    assert again["step"] == before["step"] == 10
+    assert again["reward"] == pytest.approx(before["reward"], abs=0.1)
+    # The schedule is the checkpoint's, not that of a run of 11 steps.
+    assert again["lr"] == pytest.approx(before["lr"], rel=1e-6)
+
+
+def test_on_resume_the_schedule_of_the_file_wins_where_it_is_wanted(
+    resumed: Callable[[int], Path], files: Path
+) -> None:
+    out = resumed(10)
+    keys = {"lr": "1e-4", "min_lr": "1e-4", "override_on_resume": "true"}
+    found = run(files, out, "grpo.steps=11", *(f"grpo.schedule.{key}={value}" for key, value in keys.items()))
+    assert found.returncode == 0, found.stderr
+    assert metrics(out)[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_a_reference_policy_two_engines_and_several_updates_a_step_go_on_after_a_resume(
+    files: Path, tmp_path: Path
+) -> None:
+    keys = (
+        "sft.steps=5",
+        "rollout.engines=2",
+        "grpo.kl=0.5",
+        "grpo.updates=2",
+        "rollout.temperature=0.7",
+        "save_every=1",
+    )
+    out = tmp_path / "run"
+    first = run(files, out, *keys, "grpo.steps=1")
+    assert first.returncode == 0, first.stderr
+    second = run(files, out, *keys, "grpo.steps=2")
+    assert second.returncode == 0, second.stderr
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [0, 1]
+    # At another temperature too, the trainer gives what it gets the log-probabilities that they were drawn with.
+    assert all(row["dlogp_rollout"] < 0.05 and row["dlogp_after"] < 0.05 for row in rows)
+    shutil.rmtree(out / "reference")
+    assert "began without it" in error(run(files, out, *keys, "grpo.steps=3"))
+
+
 @pytest.mark.parametrize(
     ("title", "name"), [("VLLM::EngineCore", "rollout engine"), ("ray::TrainerActor", "trainer rank")]
 )
@@ -260,8 +304,17 @@ def test_a_process_that_dies_ends_the_run_with_one_line(
     assert (out / "checkpoints" / "step-10" / "metadata.json").is_file()
 
 
-def test_a_checkpoint_without_a_chat_template_is_refused(files: Path, tmp_path: Path) -> None:
+def test_a_sync_that_times_out_ends_the_run_with_one_line(resumed: Callable[[int], Path], files: Path) -> None:
+    found = run(files, resumed(10), "sync.timeout_s=0.001")
+    assert "sync.timeout_s" in error(found)
+
+
+def test_what_is_wrong_in_a_file_is_told_before_anything_starts(files: Path, tmp_path: Path) -> None:
     bare = tmp_path / "files"
     shutil.copytree(files, bare)
+    with (bare / "sft.jsonl").open("a") as lines:
+        lines.write('{"question": "1+1?"}\n')
+    assert "sft.jsonl, line" in error(run(bare, tmp_path / "run"))
     (bare / "model" / "chat_template.jinja").unlink()
     assert "has no chat template" in error(run(bare, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

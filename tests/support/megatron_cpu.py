@@ -1,6 +1,5 @@
-"""Stand-ins that let Megatron build, wrap and convert models on one rank without a GPU. For processes of tests only.
-
-They decide where tensors live and which of its own layers Megatron builds: no class or function of it is replaced.
+"""Megatron on one rank without a GPU, for processes of tests: what the GRPO example stands in for, and what a probe of weights
+needs besides.
 """
 
 from __future__ import annotations
@@ -10,26 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CPU = torch.device("cpu")
+from examples.grpo import megatron_on_cpu, plain_layers
 
 
 def prepare() -> None:
     """Send CUDA calls to the CPU. Call it before Megatron is imported; does nothing where there is a GPU."""
-    if torch.cuda.is_available():
-        return
-    # Megatron takes whatever this gives as `device=`.
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.set_device = lambda _: None
-    torch.cuda.synchronize = lambda _=None: None
-    torch.cuda.empty_cache = lambda: None
-    torch.cuda.get_rng_state = lambda _="cuda": torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, _="cuda": torch.set_rng_state(state)
-    torch.Tensor.cuda = _stay
-    torch.nn.Module.cuda = _stay
-
-
-def _stay(self: Any, *_: Any, **__: Any) -> Any:
-    return self
+    if not torch.cuda.is_available():
+        megatron_on_cpu.prepare()
 
 
 def one_rank() -> Any:
@@ -42,37 +28,15 @@ def one_rank() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-#: What a Bridge provider asks for that needs transformer-engine, fused kernels or CUDA streams.
-_PLAIN: dict[str, Any] = {
-    "use_cpu_initialization": True,
-    "transformer_impl": "local",
-    "moe_grouped_gemm": False,
-    "moe_token_dispatcher_type": "allgather",
-    "moe_permute_fusion": False,
-    "moe_shared_expert_overlap": False,
-    "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-    "cross_entropy_loss_fusion": False,
-    "cross_entropy_fusion_impl": "native",
-}
-
-
 def use_plain_layers(provider: Any) -> None:
     """Let a Bridge provider build GPT layers from core's own modules. They hold every weight, and do not run forward."""
-    for name, value in _PLAIN.items():
-        if not hasattr(provider, name):
-            raise AttributeError(f"{type(provider).__name__} has no {name}")
-        setattr(provider, name, value)
-    provider.transformer_layer_spec = _plain_block
+    plain_layers.use(provider)
+    provider.use_cpu_initialization = True
+    built = provider.transformer_layer_spec
+    provider.transformer_layer_spec = lambda config, **options: _without_attention(built(config, **options))
 
 
-def _plain_block(config: Any, **_: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+def _without_attention(block: Any) -> Any:
     for layer in block.layer_specs:
         # Core's own attention cannot be built for MLA (TypeError: k_channels); it has no weights.
         layer.submodules.self_attention.submodules.core_attention = _NoAttention

@@ -71,18 +71,6 @@ class TrainerActor:
         """Send all weights to the engines."""
         self.send()
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, which an engine can start on."""
-        from safetensors.torch import save_file
-
-        tensors = {name: tensor.contiguous() for name, tensor in self.policy.export(cpu=True)}
-        if self.policy.rank == 0:
-            import shutil
-
-            skip = shutil.ignore_patterns("*.safetensors*", "*.bin*")
-            shutil.copytree(self.config.model, folder, ignore=skip, dirs_exist_ok=True)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the policy."""
         return getattr(self.policy, method)(*arguments)

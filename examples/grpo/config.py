@@ -12,6 +12,8 @@ from yaml import YAMLError
 
 from examples.grpo.errors import RunError
 
+InitMethod = Literal["xavier", "normal", "kaiming", "zero"]
+
 
 class Section(BaseModel):
     """Frozen, and no key that is not declared."""
@@ -69,6 +71,36 @@ class Trainer(Section):
         return self
 
 
+class Peft(Section):
+    """LoRA (Hu et al. 2021) by Megatron-Bridge: adapters alone are trained, and the rollout gets them merged.
+
+    The fields are those of megatron.bridge.peft.lora.LoRA in 0.6.2. The reference policy is the model without adapters.
+    """
+
+    enabled: bool = False
+    #: Module names or patterns of Megatron's, such as linear_qkv or *.layers.0.*.linear_proj.
+    target_modules: list[str] = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    #: Every linear layer but these; target_modules is to be empty then.
+    exclude_modules: list[str] = []
+    dim: PositiveInt | None = None
+    alpha: PositiveInt | None = None
+    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout_position: Literal["pre", "post"] = "pre"
+    lora_A_init_method: InitMethod = "xavier"  # noqa: N815 # Megatron-Bridge's name
+    lora_B_init_method: InitMethod = "zero"  # noqa: N815 # as above
+    a2a_experimental: bool = False
+    #: None is the model's.
+    lora_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Peft":
+        if missing := [name for name in ("dim", "alpha") if self.enabled and getattr(self, name) is None]:
+            raise ValueError(f"enabled without {' and '.join(missing)}: set them, such as dim: 32, alpha: 64")
+        if self.enabled and bool(self.target_modules) == bool(self.exclude_modules):
+            raise ValueError("give either target_modules or exclude_modules, and leave the other one empty: []")
+        return self
+
+
 class Rollout(Section):
     """vLLM's engines."""
 
@@ -101,7 +133,8 @@ class Sync(Section):
 class Grpo(Section):
     """Group relative policy optimisation (Shao et al. 2024, DeepSeekMath)."""
 
-    steps: PositiveInt
+    #: 0 ends after the supervised steps.
+    steps: int = Field(ge=0)
     prompts: PositiveInt = 32
     group: PositiveInt = Field(8, ge=2)
     updates: PositiveInt = 1
@@ -140,7 +173,10 @@ class Config(Section):
     rollout: Rollout = Rollout()
     sync: Sync
     sft: Sft | None = None
+    peft: Peft = Peft()
     grpo: Grpo
+    #: Write the trained model there at the end, as a Hugging Face checkpoint; adapters are merged in it.
+    export: Path | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -152,6 +188,12 @@ class Config(Section):
                 f"sync.backend ipc: rollout.engines x tensor_parallel x pipeline_parallel = {gpus} must be trainer.ranks "
                 f"{self.trainer.ranks}, for weights pass between processes of one GPU"
             )
+        if self.peft.enabled and self.trainer.provider.get("moe_router_bias_update_rate"):
+            raise ValueError(
+                "peft.enabled: adapters alone are trained, set trainer.provider.moe_router_bias_update_rate to 0"
+            )
+        if self.export is not None and self.export.exists():
+            raise ValueError(f"export: {self.export} is there already: name a new folder, or remove it")
         if (self.grpo.prompts * self.grpo.group) % self.grpo.updates:
             raise ValueError(f"grpo.updates {self.grpo.updates} does not divide prompts x group")
         return self

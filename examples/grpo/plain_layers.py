@@ -30,6 +30,10 @@ def prepare() -> None:
     """Call it before Megatron-Bridge is imported, which imports transformer-engine where it never uses it."""
     stand_in_for_gpu_packages()
     _map_local_experts()
+    import megatron.bridge.peft.utils as peft
+
+    # Without transformer-engine some of its names are None in core, which Bridge's LoRA takes for classes (0.6.2).
+    peft.HAVE_TE = False
 
 
 def use(provider: Any) -> None:

@@ -3,7 +3,9 @@
 Every method is a collective: it is called on all ranks with the same arguments.
 """
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.grpo import losses, plain_layers
+from examples.grpo import lora, losses, plain_layers, trainer_state
 from examples.grpo.config import Config, Schedule
 from examples.grpo.losses import Batch
 
@@ -64,6 +66,7 @@ class Policy:
             "use_cpu_initialization": self.config.device == "cpu",
             # The loss is a sum over tokens, divided by their number over all ranks and micro-batches.
             "calculate_per_token_loss": True,
+            **({"moe_router_bias_update_rate": 0.0} if self.config.peft.enabled else {}),
             **self.sizes.provider,
         }
         for name, value in settings.items():
@@ -72,6 +75,8 @@ class Policy:
             setattr(provider, name, value)
         if not self.sizes.transformer_engine:
             plain_layers.use(provider)
+        if self.config.peft.enabled:
+            lora.add(provider, self.config.peft)
         provider.finalize()
         provider.initialize_model_parallel(seed=self.config.seed)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -200,7 +205,13 @@ class Policy:
 
     def export(self, *, cpu: bool) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) pairs, router biases in fp32, all others in bf16."""
-        yield from self.bridge.export_hf_weights(self.model, cpu=cpu, show_progress=False)
+        # Said for adapters alone: releases before LoRA was merged do not have the argument.
+        merge = {"merge_adapter_weights": True} if self.config.peft.enabled else {}
+        yield from self.bridge.export_hf_weights(self.model, cpu=cpu, show_progress=False, **merge)
+
+    def describe(self) -> str:
+        """What is trained, for the log."""
+        return lora.describe(self.model)
 
     def keep_reference(self) -> None:
         """Keep the weights of this moment, in host memory, as the reference policy."""
@@ -216,56 +227,38 @@ class Policy:
         self.reference = torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)
 
     def reference_logprobs(self, batch: Batch, temperature: float) -> tuple[int, Tensor] | None:
-        """As `logprobs`, under the reference policy; strict in both directions, so that no weight stays behind."""
+        """As `logprobs`, under the reference policy: the weights that were kept, or the model without its adapters."""
+        with lora.without(self.model) if self.config.peft.enabled else self._in_place(self.reference):
+            return self.logprobs(batch, temperature)
+
+    @contextlib.contextmanager
+    def _in_place(self, states: list[dict[str, Any]]) -> Iterator[None]:
+        """Other weights for a while; strict in both directions, so that no weight stays behind."""
         current = [{name: _copy(value) for name, value in part.state_dict().items()} for part in self.model]
         try:
-            for part, state in zip(self.model, self.reference, strict=True):
+            for part, state in zip(self.model, states, strict=True):
                 part.load_state_dict(state, strict=True)
-            return self.logprobs(batch, temperature)
+            yield
         finally:
             for part, state in zip(self.model, current, strict=True):
                 part.load_state_dict(state, strict=True)
 
     def save(self, folder: Path) -> None:
         """Write model, optimizer and schedule as a Megatron distributed checkpoint."""
-        from megatron.core import dist_checkpointing
-
-        if self.rank == 0:
-            folder.mkdir(parents=True)
-        dist.barrier()
-        dist_checkpointing.save(self._state(is_loading=False), str(folder))
-        dist.barrier()
+        trainer_state.save(self, folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on the same tensor-, pipeline- and expert-parallel sizes."""
-        from megatron.core import dist_checkpointing
+        trainer_state.load(self, folder)
 
-        state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name], strict=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for adam in self._adam():
-            adam["step"] = torch.tensor(state["adam_step"])
-        self.scheduler.load_state_dict(state["scheduler"])
-
-    def _adam(self) -> list[dict[str, Tensor]]:
-        return [] if self.sizes.transformer_engine else list(plain_layers.adam_states(self.optimizer))
-
-    def _parts(self) -> dict[str, Any]:
-        """The model as it is inside Megatron's wrappers, a part a virtual pipeline stage."""
-        from megatron.core.utils import unwrap_model
-
-        return {f"model{index}": part for index, part in enumerate(unwrap_model(self.model))}
-
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        steps = {float(adam["step"]) for adam in self._adam()}
-        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-        state: dict[str, Any] = {name: part.sharded_state_dict() for name, part in self._parts().items()}
-        model = state["model0"] if len(state) == 1 else dict(state)
-        state["optimizer"] = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        state["scheduler"] = self.scheduler.state_dict()
-        state["adam_step"] = max(steps, default=0.0)
-        return state
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint, in the files of the one that the run began with."""
+        if self.rank == 0:
+            skip = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+            shutil.copytree(self.config.model, folder, ignore=skip, dirs_exist_ok=True)
+        # What the model was told to leave out, such as multi-token prediction, is no error.
+        self.bridge.hf_pretrained.state.source.save_generator(self.export(cpu=True), folder, strict=False)
+        dist.barrier()
 
 
 def _copy(value: Any) -> Any:

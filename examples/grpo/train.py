@@ -41,6 +41,8 @@ class Run:
 
     def run(self) -> None:
         """Supervised steps, or a checkpoint; then GRPO."""
+        if self.config.peft.enabled:
+            self.report.say(self.cluster.train("describe")[0])
         steps = checkpoint.saved(self.config.out)
         begin = steps[-1] if steps else 0
         if steps:
@@ -50,7 +52,7 @@ class Run:
         else:
             self.supervise()
             self.schedule()
-        if self.config.grpo.kl:
+        if self.config.grpo.kl and not self.config.peft.enabled:
             self.reference(new=not steps)
         if not steps:
             self.save(0)
@@ -61,6 +63,9 @@ class Run:
             if self.done():
                 self.report.say(f"mean reward {mean(self.recent):.3f} of the last 5 steps: done")
                 break
+        if self.config.export is not None:
+            self.cluster.train("save_pretrained", self.config.export)
+            self.report.say(f"trained model: {self.config.export}")
 
     def supervise(self) -> None:
         """Train on questions with worked answers."""
@@ -79,7 +84,7 @@ class Run:
     def schedule(self) -> None:
         """The learning rate of GRPO, over all its optimizer steps."""
         wanted = self.config.grpo
-        self.cluster.train("schedule", wanted.schedule, wanted.steps * wanted.updates)
+        self.cluster.train("schedule", wanted.schedule, max(wanted.steps * wanted.updates, 1))
 
     def reference(self, *, new: bool) -> None:
         """The policy at the start of GRPO: the weights of now, or of the run that is resumed."""
@@ -194,7 +199,7 @@ class Run:
         )
         synced = self.cluster.get({"rollout engine 0": self.cluster.engines[0].fingerprints.remote()})[0]
         folder = self.config.out / "diagnosis"
-        self.cluster.on_trainers("save_pretrained", folder)
+        self.cluster.train("save_pretrained", folder)
         fresh = self.cluster.replace_engine(folder)
         names = diagnose.differing(synced, self.cluster.get({"the fresh engine": fresh.fingerprints.remote()})[0])
         difference = diagnose.mean_difference(trained, self.score(fresh, probes), probes["mask"])

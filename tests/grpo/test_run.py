@@ -3,157 +3,23 @@
 One whole run comes first; the others go on from its checkpoints, or start with a few supervised steps.
 """
 
-import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-psutil = pytest.importorskip("psutil")
-for needed in ("ray", "vllm", "megatron.bridge"):
+from tests.grpo.running import ROOT, assert_all_ended, command, environment, error, kill, metrics, run, wait_for_step
+
+for needed in ("psutil", "ray", "vllm", "megatron.bridge"):
     pytest.importorskip(needed.partition(".")[0])
 
-ROOT = Path(__file__).parents[2]
 PATCH = "vllm-cpu-moe-prepack"
-MARK = "GRPO_TEST_RUN"
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
-
-
-def command(files: Path, out: Path, *arguments: str) -> list[str]:
-    """The preset on these files."""
-    keys = {"model": "model", "data": "train.jsonl", "eval_data": "eval.jsonl", "sft.data": "sft.jsonl"}
-    paths = [f"{key}={files / name}" for key, name in keys.items()]
-    return [sys.executable, "-m", "examples.grpo.train", "examples/grpo/cpu.yaml", *paths, f"out={out}", *arguments]
-
-
-def environment(out: Path, **extra: str) -> dict[str, str]:
-    """A mark that every process of the run inherits, by which what is left of it can be found."""
-    return {**os.environ, MARK: str(out), "HF_HUB_OFFLINE": "1", **extra}
-
-
-def left(out: Path) -> list[str]:
-    """The processes of a run that still live."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(out) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:80])
-        except psutil.Error:
-            continue
-    return found
-
-
-def assert_all_ended(out: Path) -> None:
-    """Some seconds are Ray's own, for its daemons."""
-    until = time.monotonic() + 30
-    while (alive := left(out)) and time.monotonic() < until:
-        time.sleep(0.5)
-    assert not alive
-
-
-def run(files: Path, out: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end, however it ends, and see that nothing of it goes on."""
-    found = subprocess.run(
-        command(files, out, *arguments),
-        check=False,
-        cwd=ROOT,
-        env=environment(out, **extra),
-        capture_output=True,
-        text=True,
-    )
-    assert_all_ended(out)
-    return found
-
-
-def metrics(out: Path, phase: str = "grpo") -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["phase"] == phase]
-
-
-def error(found: subprocess.CompletedProcess[str]) -> str:
-    """The one error of a run that failed."""
-    assert found.returncode == 1, found.stderr
-    assert "Traceback" not in found.stderr
-    lines = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, found.stderr
-    return lines[0]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("grpo") / "files"
-    subprocess.run([sys.executable, "-m", "examples.grpo.cpu_preset", str(folder)], cwd=ROOT, check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(files: Path) -> Path:
-    """The folder of a whole run, with all its checkpoints."""
-    out = files.parent / "whole"
-    found = run(files, out, "keep=100")
-    assert found.returncode == 0, found.stderr
-    return out
-
-
-@pytest.fixture
-def resumed(whole: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Make the folder of a run that had got as far as a checkpoint of the whole one."""
-
-    def make(step: int) -> Path:
-        place = tmp_path / "run" / "checkpoints" / f"step-{step}"
-        shutil.copytree(whole / "checkpoints" / f"step-{step}", place)
-        return tmp_path / "run"
-
-    return make
-
-
-@pytest.fixture
-def started(files: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a run in the background; what is left of it is killed in the end."""
-    begun: list[subprocess.Popen[str]] = []
-
-    def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            command(files, out, *arguments), cwd=ROOT, env=environment(out), stderr=subprocess.PIPE, text=True
-        )
-        begun.append(process)
-        return process
-
-    yield start
-    for process in begun:
-        process.kill()
-        process.wait()
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 300
-    while time.monotonic() < until and process.poll() is None:
-        if (out / "metrics.jsonl").exists() and any(row["step"] >= step for row in metrics(out)):
-            return
-        time.sleep(0.2)
-    pytest.fail(f"step {step} was not reached; exit status {process.poll()}")
-
-
-def kill(out: Path, title: str) -> None:
-    """Kill -9 the first process of the run whose command line has the title."""
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get(MARK) == str(out)
-            if ours and title in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
-                return
-        except psutil.Error:
-            continue
-    pytest.fail(f"no process {title}: {left(out)}")
 
 
 def test_the_reward_rises_and_both_sides_agree_after_every_sync(whole: Path) -> None:

@@ -1,0 +1,57 @@
+"""One whole run of the preset; the tests go on from its checkpoints, or start with a few supervised steps."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.grpo.running import ROOT, command, environment, run
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo") / "files"
+    subprocess.run([sys.executable, "-m", "examples.grpo.cpu_preset", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole(files: Path) -> Path:
+    """The folder of a whole run, with all its checkpoints."""
+    out = files.parent / "whole"
+    found = run(files, out, "keep=100")
+    assert found.returncode == 0, found.stderr
+    return out
+
+
+@pytest.fixture
+def resumed(whole: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """Make the folder of a run that had got as far as a checkpoint of the whole one."""
+
+    def make(step: int) -> Path:
+        place = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        shutil.copytree(whole / "checkpoints" / f"step-{step}", place)
+        return tmp_path / "run"
+
+    return make
+
+
+@pytest.fixture
+def started(files: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a run in the background; what is left of it is killed in the end."""
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(files, out, *arguments), cwd=ROOT, env=environment(out), stderr=subprocess.PIPE, text=True
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.wait()

@@ -6,7 +6,7 @@ PYTHON312 ?= $(shell for p in python3.12 "$$(uv python find 3.12 2>/dev/null)" "
 	"$$p" -c 'import sys; assert sys.version_info[:2] == (3, 12)' 2>/dev/null && echo "$$p" && break; done)
 STACK := $(VENV)/.stack-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
-.PHONY: demo grpo test check bench matrix clean
+.PHONY: demo grpo grpo-lora test check bench matrix clean
 
 demo: $(STACK)
 	@echo "== Which patches are needed here"
@@ -25,6 +25,14 @@ demo: $(STACK)
 # Under ten minutes on two cores. `make grpo ARGS=grpo.steps=20` overrides; a run that was stopped goes on.
 grpo: $(STACK) build/grpo/train.jsonl
 	$(BIN)/python -W ignore -m examples.grpo.train examples/grpo/cpu.yaml $(ARGS)
+
+# LoRA on the model as it is after the supervised steps.
+grpo-lora: $(STACK) build/grpo/base/config.json
+	$(BIN)/python -W ignore -m examples.grpo.train examples/grpo/cpu_lora.yaml $(ARGS)
+
+build/grpo/base/config.json: build/grpo/train.jsonl
+	rm -rf build/grpo/base
+	$(BIN)/python -W ignore -m examples.grpo.train examples/grpo/cpu.yaml grpo.steps=0 out=build/grpo/sft export=build/grpo/base
 
 build/grpo/train.jsonl: $(STACK) examples/grpo/cpu_preset.py
 	$(BIN)/python -W ignore -m examples.grpo.cpu_preset build/grpo

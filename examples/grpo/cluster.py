@@ -146,7 +146,8 @@ def start(config: Config, *, require: bool) -> Iterator[Cluster]:
     """Start Ray, trainers and engines; every process of the run has ended when the block is left."""
     # A worker's own children, such as vLLM's EngineCore, end with it even when it is killed.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
-    options: dict[str, Any] = {"address": None if config.ray == "local" else config.ray}
+    # "local" is Ray's word for a cluster of our own, where another one runs on this machine too.
+    options: dict[str, Any] = {"address": config.ray}
     if config.ray == "local":
         options |= {"include_dashboard": False, "num_cpus": config.trainer.ranks + config.rollout.engines}
     ray.init(runtime_env=runtime_env({}), log_to_driver=False, logging_level="ERROR", **options)

@@ -252,12 +252,19 @@ class Policy:
         trainer_state.load(self, folder)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face checkpoint, in the files of the one that the run began with."""
+        """Write the weights as a Hugging Face checkpoint, in the files of the one that the run began with.
+
+        A folder that is there is replaced, when the new one is whole.
+        """
+        partial = folder.with_name(f"{folder.name}.partial")
         if self.rank == 0:
-            skip = shutil.ignore_patterns("*.safetensors*", "*.bin*")
-            shutil.copytree(self.config.model, folder, ignore=skip, dirs_exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(self.config.model, partial, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
         # What the model was told to leave out, such as multi-token prediction, is no error.
-        self.bridge.hf_pretrained.state.source.save_generator(self.export(cpu=True), folder, strict=False)
+        self.bridge.hf_pretrained.state.source.save_generator(self.export(cpu=True), partial, strict=False)
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
         dist.barrier()
 
 

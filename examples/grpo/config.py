@@ -47,6 +47,8 @@ class Trainer(Section):
     micro_batch: PositiveInt = 1
     #: Attributes of Megatron-Bridge's provider, such as moe_router_bias_update_rate.
     provider: dict[str, Any] = {}
+    #: Fields of Megatron-Core's OptimizerConfig, such as optimizer_cpu_offload.
+    optimizer: dict[str, Any] = {}
 
     @property
     def data_parallel(self) -> int:

@@ -81,17 +81,15 @@ class Policy:
         provider.initialize_model_parallel(seed=self.config.seed)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.model = provider.provide_distributed_model(ddp_config=ddp, bf16=True)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1.0,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-                clip_grad=1.0,
-            ),
-            self.model,
-        )
+        optimizer: dict[str, Any] = {
+            "optimizer": "adam",
+            "lr": 1.0,
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "use_distributed_optimizer": True,
+            "clip_grad": 1.0,
+        }
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**{**optimizer, **self.sizes.optimizer}), self.model)
         model_config = get_model_config(self.model[0])
         model_config.finalize_model_grads_func = finalize_model_grads
         model_config.grad_scale_func = self.optimizer.scale_loss
@@ -104,9 +102,7 @@ class Policy:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.optimizer.config.clip_grad = wanted.clip_grad
-        for group in self.optimizer.param_groups:
-            # The optimizer's own, which go before the scheduler's.
-            group["max_lr"], group["min_lr"] = wanted.lr, wanted.min_lr
+        self.set_rates(wanted.lr, wanted.min_lr)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -122,6 +118,11 @@ class Policy:
             use_checkpoint_opt_param_scheduler=not wanted.override_on_resume,
             override_opt_param_scheduler=wanted.override_on_resume,
         )
+
+    def set_rates(self, highest: float, lowest: float) -> None:
+        """The optimizer's own bounds of the learning rate, which go before the scheduler's."""
+        for group in self.optimizer.param_groups:
+            group["max_lr"], group["min_lr"] = highest, lowest
 
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> tuple[int, Tensor] | None:
         """(data-parallel rank, log-probabilities of tokens 1 to s - 1, fp32 [n / dp, s - 1]); None on ranks without logits."""

@@ -38,10 +38,14 @@ def load(policy: Policy, folder: Path) -> None:
         missing, unexpected = part.load_state_dict(state[name], strict=not policy.config.peft.enabled)
         if unexpected or any(lora.is_adapter(key) for key in missing):
             raise RuntimeError(f"{folder}: adapters do not fit: missing {missing}, unexpected {unexpected}")
+    # Megatron finds a group of parameters again by its learning rates, which are those of the checkpoint.
+    policy.set_rates(state["scheduler"]["max_lr"], state["scheduler"]["min_lr"])
     policy.optimizer.load_state_dict(state["optimizer"])
     for adam in _adam(policy):
         adam["step"] = torch.tensor(state["adam_step"])
     policy.scheduler.load_state_dict(state["scheduler"])
+    policy.set_rates(policy.scheduler.max_lr, policy.scheduler.min_lr)
+    policy.scheduler.step(increment=0)
 
 
 def _adam(policy: Policy) -> list[dict[str, torch.Tensor]]:

@@ -17,7 +17,8 @@ One process of a `torch.distributed` group of gloo, of any size:
     provider.initialize_model_parallel(seed=0)
     models = provider.provide_distributed_model(wrap_with_ddp=False)
 
-`sequence_parallel` is needed where tensor and expert parallelism meet, as on GPUs.
+`sequence_parallel` is needed where tensor and expert parallelism meet, as on GPUs. Bridge takes NemotronH's convolution to
+be four wide: `tiny_nemotron_h.save(folder, conv_kernel=4)`.
 """
 
 import os
@@ -102,7 +103,9 @@ def _stand_in_for_mamba_norm() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
             return _sharded(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
     mixer.ExtendedRMSNorm, mixer.HAVE_MAMBA_SSM = ExtendedRMSNorm, True
@@ -125,22 +128,6 @@ def _norm(x: Tensor, layer: Any, weight: Tensor) -> Tensor:
     """RMS norm over the last dimension, computed in fp32."""
     scale = weight + 1 if layer.config.layernorm_zero_centered_gamma else weight
     return F.rms_norm(x.float(), (x.shape[-1],), None, layer.config.layernorm_epsilon).to(x.dtype) * scale
-
-
-#: What core's own parallel linear layers take of the arguments that transformer-engine's are built with.
-_OF_CORE = (
-    "config",
-    "init_method",
-    "bias",
-    "gather_output",
-    "skip_bias_add",
-    "is_expert",
-    "tp_comm_buffer_name",
-    "input_is_parallel",
-    "tp_group",
-    "stride",
-    "skip_weight_param_allocation",
-)
 
 
 def _layers() -> dict[str, type[nn.Module]]:
@@ -171,14 +158,14 @@ def _te_linears() -> list[type[nn.Module]]:
 
     class TEColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc] # Any
         def __init__(self, inputs: int, outputs: int, **arguments: Any) -> None:
-            super().__init__(inputs, outputs, **{k: v for k, v in arguments.items() if k in _OF_CORE})
+            super().__init__(inputs, outputs, **arguments)
             # transformer-engine counts what this rank has of a split dimension.
             self.in_features, self.out_features = inputs, self.weight.shape[0]
             self.tp_size = self.tp_group.size()
 
     class TERowParallelLinear(RowParallelLinear):  # type: ignore[misc] # Any
         def __init__(self, inputs: int, outputs: int, **arguments: Any) -> None:
-            super().__init__(inputs, outputs, **{k: v for k, v in arguments.items() if k in _OF_CORE})
+            super().__init__(inputs, outputs, **arguments)
             self.in_features, self.out_features = self.weight.shape[1], outputs
             self.tp_size = self.tp_group.size()
 
@@ -197,7 +184,9 @@ def _te_linears() -> list[type[nn.Module]]:
             out, bias = super().forward(normed, *arguments, **options)
             return ((out, normed), bias) if self.return_layernorm_output else (out, bias)
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
             return _sharded(self, {"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)
 
     return [TEColumnParallelLinear, TERowParallelLinear, TELayerNormColumnParallelLinear]
@@ -248,7 +237,15 @@ def _te_grouped() -> list[type[nn.Module]]:
         split: int
 
         def __init__(
-            self, experts: int, inputs: int, outputs: int, *, config: Any, init_method: Any, pg_collection: Any, **_: Any
+            self,
+            experts: int,
+            inputs: int,
+            outputs: int,
+            *,
+            config: Any,
+            init_method: Any,
+            pg_collection: Any,
+            **_: Any,
         ) -> None:
             super().__init__()
             self.config, self.num_gemms, self.groups, self.use_bias = config, experts, pg_collection, False
@@ -267,7 +264,9 @@ def _te_grouped() -> list[type[nn.Module]]:
             parts = [F.linear(rows, getattr(self, f"weight{i}")) for i, rows in enumerate(x.split(sizes))]
             return torch.cat(parts), None
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
             """One key for all experts, with a leading axis of all experts of all ranks."""
             first, every = self.groups.ep.rank() * self.num_gemms, self.groups.ep.size() * self.num_gemms
             found: dict[str, Any] = {}

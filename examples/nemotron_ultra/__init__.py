@@ -1,0 +1,1 @@
+"""Recipes for Nemotron-3-Ultra-550B: see README.md."""

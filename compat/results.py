@@ -88,7 +88,14 @@ def save(cell: Cell, result: Result) -> None:
 
 #: What a result depends on: the patches of an upstream, their probes, and what those share. How they are set is covered by
 #: the tests.
-_BIAS = ("patches/megatron_*.py", "patches/bridge_*.py", "probe_bias.py", "keep_fp32.py", "router_bias.py")
+_MEGATRON = (
+    "patches/megatron_*.py",
+    "patches/bridge_*.py",
+    "probe_bias.py",
+    "probe_lora.py",
+    "keep_fp32.py",
+    "router_bias.py",
+)
 CODE = {
     "vllm": (
         "patches/vllm_*.py",
@@ -102,8 +109,8 @@ CODE = {
         "partial_reload.py",
         "received.py",
     ),
-    "megatron-core": _BIAS,
-    "megatron-bridge": _BIAS,
+    "megatron-core": _MEGATRON,
+    "megatron-bridge": _MEGATRON,
 }
 
 

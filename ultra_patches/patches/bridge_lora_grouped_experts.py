@@ -1,0 +1,144 @@
+"""Experts that share one Hugging Face tensor are exported without their LoRA, or with that of another expert."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ultra_patches.errors import UltraPatchesError
+from ultra_patches.patch import Patch, Target, Variant
+from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.probe_lora import probe_grouped
+
+_CONVERSION = "megatron.bridge.models.conversion"
+_STREAM = "MegatronModelBridge.stream_weights_megatron_to_hf"
+_MERGE = "MegatronPeftBridge._merge_grouped_export_adapter_weights"
+
+
+def build_stream(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    import inspect
+
+    signature = inspect.signature(original)
+
+    def stream_weights_megatron_to_hf(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if not given.get("merge_adapter_weights"):
+            return original(self, *args, **kwargs)
+        from megatron.core.utils import unwrap_model
+
+        models = given["megatron_model"] if isinstance(given["megatron_model"], list) else [given["megatron_model"]]
+        models = unwrap_model(models)
+        if given["conversion_tasks"] is None:
+            # From 0.6 on the tasks carry the dtype, which may not be given beside them.
+            dtype = {"weight_dtype": given.pop("weight_dtype")} if "weight_dtype" in given else {}
+            given["conversion_tasks"] = self.build_conversion_tasks(given["hf_pretrained"], models, **dtype)
+        given["conversion_tasks"] = [_merging(self, models, task) for task in given["conversion_tasks"]]
+        return original(*call.args, **call.kwargs)
+
+    return stream_weights_megatron_to_hf
+
+
+def build_merge(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _merge_grouped_export_adapter_weights(self: Any, task: Any, converted_weights_dict: Any, *_: Any) -> Any:
+        # Merged before the conversion, by the tasks.
+        return converted_weights_dict
+
+    return _merge_grouped_export_adapter_weights
+
+
+def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
+    """The task, or for an expert under an adapter one that merges before it converts.
+
+    Before the conversion each rank has its own experts with their own adapter; whatever the conversion does to the
+    weight (gathers it, transposes it, interleaves gate and up) it then does to the adapter's part as well.
+    """
+    if (
+        task is None
+        or not getattr(task.mapping, "is_grouped_export", False)
+        or ".to_wrap.weight" not in task.param_name
+    ):
+        return task
+    if task.megatron_module is None:  # on another pipeline stage
+        return task
+    prefix, _, number = task.param_name.partition(".to_wrap.weight")
+    adapter, _ = bridge._get_adapter_wrap_module(prefix, models, task.vp_stage)
+    if not hasattr(adapter, "linear_in"):
+        raise UltraPatchesError(
+            f"{prefix} has a {type(adapter).__name__} of adapters, which Megatron-Bridge cannot merge into experts that share "
+            f"one tensor: use LoRA without canonical_lora on experts"
+        )
+    mapping = copy.copy(task.mapping)
+    mapping.megatron_to_hf = functools.partial(_convert, mapping.megatron_to_hf, adapter, int(number or 0))
+    return dataclasses.replace(task, mapping=mapping)
+
+
+def _convert(convert: Callable[..., Any], adapter: Any, expert: int, weight: Any, megatron_module: Any) -> Any:
+    merged = (weight.detach().float() + _delta(adapter, expert, weight)).to(weight.dtype)
+    return convert(merged, megatron_module)
+
+
+def _delta(adapter: Any, expert: int, weight: Any) -> Any:
+    """alpha / dim · B · A for this rank's shard of one local expert, in fp32, where the shard is and of its shape."""
+    low, high = (
+        _of_expert(linear.weight, expert).to(weight.device) for linear in (adapter.linear_in, adapter.linear_out)
+    )
+    # Over expert tensor parallelism A is split along the rank under a column-parallel weight, B along the output
+    # under a row-parallel one (ParallelLinearAdapter).
+    low = _whole(low, adapter.dim)
+    high = _whole(high, len(weight))
+    return adapter.alpha / adapter.dim * (high @ low)
+
+
+def _of_expert(weight: Any, expert: int) -> Any:
+    """A [rows, columns] matrix in fp32; 3D weights hold one for each local expert, or one for all."""
+    weight = weight.detach()
+    return (weight if weight.ndim == 2 else weight[expert if len(weight) > 1 else 0]).float()
+
+
+def _whole(part: Any, rows: int) -> Any:
+    if len(part) == rows:
+        return part
+    import torch
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_tensor_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+_TARGET = Target(f"{_CONVERSION}.model_bridge", _STREAM, build_stream)
+
+PATCH = Patch(
+    id="bridge-lora-grouped-experts",
+    title="Experts that share one tensor are exported with their own LoRA",
+    upstream="megatron-bridge",
+    description=(
+        "Where Hugging Face holds all experts of a layer in one tensor (Qwen3-VL, Qwen3.5, GLM-4.5V, GPT-OSS), 0.4 exports them "
+        "without the adapters. From 0.5 on, a rank gives every expert that it gathers from the other expert-parallel ranks "
+        "the adapter of its own expert, and adds it after GPT-OSS's weights were transposed and interleaved. Here each "
+        "rank merges its own experts before anything is gathered."
+    ),
+    who="full-weight refit of a mixture of experts with LoRA on the experts: in 0.4 always, later with expert parallelism",
+    origin="ultra-patches",
+    bug="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
+    upstream_pr="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
+    pr_state="merged, in 0.5.0; the adapters of other ranks are wrong in 0.6.2",
+    affected=">=0.4.0,<=0.6.2",
+    fixed_in=None,
+    removal="every supported release merges each expert's own adapter under expert parallelism",
+    last_checked="2026-11-30",
+    variants=(
+        Variant("0.5", (_TARGET, Target(f"{_CONVERSION}.peft_bridge", _MERGE, build_merge))),
+        Variant("0.4", (_TARGET,)),
+    ),
+    probe=probe_grouped,
+    prepare=stand_in_for_gpu_packages,
+    watches=(f"{_CONVERSION}.model_bridge:MegatronModelBridge._accumulate_grouped_export",),
+)

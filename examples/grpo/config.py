@@ -166,6 +166,8 @@ class Config(Section):
     out: Path
     seed: int = 0
     device: Literal["cuda", "cpu"] = "cuda"
+    #: Of weights and activations, on both sides.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     #: `local` starts Ray here, anything else is the address of a cluster.
     ray: str = "local"
     save_every: PositiveInt = 20

@@ -24,7 +24,7 @@ class Policy:
     """Holds the wrapped model, its optimizer and its learning-rate schedule."""
 
     def __init__(self, config: Config, rank: int, address: str, port: int) -> None:
-        self.config, self.sizes = config, config.trainer
+        self.config, self.sizes, self.dtype = config, config.trainer, getattr(torch, config.dtype)
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.sizes.ranks),
@@ -52,17 +52,18 @@ class Policy:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.utils import get_model_config
 
-        self.bridge = AutoBridge.from_hf_pretrained(str(self.config.model), torch_dtype=torch.bfloat16)
+        self.bridge = AutoBridge.from_hf_pretrained(str(self.config.model), torch_dtype=self.dtype)
         provider = self.bridge.to_megatron_provider(load_weights=True)
+        half = self.dtype is torch.bfloat16
         settings = {
             "tensor_model_parallel_size": self.sizes.tensor_parallel,
             "pipeline_model_parallel_size": self.sizes.pipeline_parallel,
             "expert_model_parallel_size": self.sizes.expert_parallel,
             "expert_tensor_parallel_size": self.sizes.expert_tensor_parallel,
             "sequence_parallel": self.sizes.sequence_parallel,
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "pipeline_dtype": torch.bfloat16,
+            "bf16": half,
+            "params_dtype": self.dtype,
+            "pipeline_dtype": self.dtype,
             "use_cpu_initialization": self.config.device == "cpu",
             # The loss is a sum over tokens, divided by their number over all ranks and micro-batches.
             "calculate_per_token_loss": True,
@@ -80,12 +81,12 @@ class Policy:
         provider.finalize()
         provider.initialize_model_parallel(seed=self.config.seed)
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.model = provider.provide_distributed_model(ddp_config=ddp, bf16=True)
+        self.model = provider.provide_distributed_model(ddp_config=ddp, bf16=half)
         optimizer: dict[str, Any] = {
             "optimizer": "adam",
             "lr": 1.0,
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
+            "bf16": half,
+            "params_dtype": self.dtype,
             "use_distributed_optimizer": True,
             "clip_grad": 1.0,
         }
@@ -205,7 +206,7 @@ class Policy:
         return parallel_state.get_tensor_model_parallel_rank() == 0
 
     def export(self, *, cpu: bool) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) pairs, router biases in fp32, all others in bf16."""
+        """(Hugging Face name, whole tensor) pairs, router biases in fp32, all others in the model's dtype."""
         # Said for adapters alone: releases before LoRA was merged do not have the argument.
         merge = {"merge_adapter_weights": True} if self.config.peft.enabled else {}
         yield from self.bridge.export_hf_weights(self.model, cpu=cpu, show_progress=False, **merge)

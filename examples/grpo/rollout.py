@@ -52,7 +52,7 @@ class Rollout:
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=config.dtype,
             seed=config.seed,
             enable_prefix_caching=wanted.prefix_caching,
             logprobs_mode="processed_logprobs",

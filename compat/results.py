@@ -93,6 +93,7 @@ _MEGATRON = (
     "patches/bridge_*.py",
     "probe_bias.py",
     "probe_lora.py",
+    "probe_lora_ranks.py",
     "keep_fp32.py",
     "router_bias.py",
 )

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import multiprocessing
-import queue
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +14,7 @@ _MAPPINGS = "megatron.bridge.models.conversion.param_mapping"
 _ADAPTERS = "megatron.bridge.peft.utils"
 #: Sizes of the toy: hidden, intermediate, LoRA's rank and alpha.
 HIDDEN, INNER, RANK, ALPHA = 6, 10, 2, 4
-EXPERTS, RANKS = 4, 2
 DENSE = ("decoder.layers.*.mlp.linear_fc2.weight", "model.layers.*.mlp.down_proj.weight")
-GROUPED = ("decoder.layers.*.mlp.experts.linear_fc2.weight*", "model.layers.*.mlp.experts.down_proj")
 
 
 def join(store: Any, rank: int, world: int, **parallel: int) -> None:
@@ -167,90 +161,3 @@ def _exported_names(*args: Any, **options: Any) -> str:
         return ", ".join(export(*args, **options))
     except UltraPatchesError:
         return ""
-
-
-def grouped_model(settings: Any, ep_rank: int) -> tuple[Any, Any]:
-    """A rank's model of EXPERTS / RANKS experts under LoRA, and the merged weights as [experts, HIDDEN, INNER]."""
-    import torch
-
-    local = EXPERTS // RANKS
-    # Megatron-Bridge tells a row-parallel layer by the name of its class; this one stands for transformer-engine's.
-    linear = type("TERowParallelGroupedLinear", (torch.nn.Module,), {})()
-    linear.config, linear.num_gemms = settings, local
-    torch.manual_seed(ep_rank)
-    for expert in range(local):
-        linear.register_parameter(f"weight{expert}", torch.nn.Parameter(torch.randn(HIDDEN, INNER)))
-    adapters: Any = importlib.import_module(_ADAPTERS)
-    wrapped = adapt(linear, settings, is_expert=True)
-    if hasattr(adapters, "GroupedExpertLinearAdapter"):
-        wrapped.adapter = adapters.GroupedExpertLinearAdapter(
-            INNER,
-            HIDDEN,
-            RANK,
-            num_local_experts=local,
-            base_linear_name="linear_fc2",
-            activation="identity",
-            row_init_method="xavier",
-            input_is_parallel=True,
-            model_parallel_config=settings,
-            alpha=ALPHA,
-        )
-    delta = ALPHA / RANK * wrapped.adapter.linear_out.weight @ wrapped.adapter.linear_in.weight
-    base = torch.stack([linear.get_parameter(f"weight{expert}") for expert in range(local)])
-    return model(settings, "mlp.experts.linear_fc2", wrapped), (base + delta).detach()
-
-
-def probe_grouped() -> Finding:
-    """Export four experts that share one tensor, two on each of two expert-parallel ranks, each under its own LoRA."""
-    if not hasattr(importlib.import_module(_MAPPINGS), "FusedExpertMapping"):
-        return Finding(Verdict.CLEAN, "this release has no experts that share one tensor")
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    found: dict[int, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, Path(folder) / "store", results)) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        try:
-            found = dict(results.get(timeout=60) for _ in ranks)
-        except queue.Empty:
-            return Finding(Verdict.INCONCLUSIVE, "a rank does not answer within 60 s")
-        finally:
-            for process in ranks:
-                process.join(5)
-                process.kill()
-    failed = next((text for text in found.values() if text.startswith("error")), None)
-    if failed:
-        return Finding(Verdict.INCONCLUSIVE, failed)
-    wrong = [f"rank {rank}: {text}" for rank, text in sorted(found.items()) if text]
-    if wrong:
-        return Finding(Verdict.DEFECT, "; ".join(wrong))
-    return Finding(
-        Verdict.CLEAN, f"{EXPERTS} experts on {RANKS} expert-parallel ranks are merged with their own adapters"
-    )
-
-
-def _rank(rank: int, store: Path, results: Any) -> None:
-    import torch.distributed as dist
-
-    try:
-        join(dist.FileStore(str(store), RANKS), rank, RANKS, expert_model_parallel_size=RANKS)
-        results.put((rank, _wrong_experts(rank)))
-    except Exception as error:  # noqa: BLE001 # reported to the parent, which judges
-        results.put((rank, f"error: {type(error).__name__}: {error}"))
-
-
-def _wrong_experts(rank: int) -> str:
-    """Which experts of a rank's export are not what was trained, and what they are instead."""
-    import torch
-    import torch.distributed as dist
-
-    settings = config(num_moe_experts=EXPERTS, expert_model_parallel_size=RANKS)
-    toy, local = grouped_model(settings, rank)
-    trained = [torch.empty_like(local) for _ in range(RANKS)]
-    dist.all_gather(trained, local)
-    name = GROUPED[1].replace("*", "0")
-    mapping = importlib.import_module(_MAPPINGS).FusedExpertMapping(*GROUPED)
-    got = export(bridge(mapping), [toy], [name])[name]
-    wrong = [e for e, weight in enumerate(torch.cat(trained)) if not torch.allclose(got[e], weight, atol=1e-5)]
-    return f"experts {', '.join(map(str, wrong))} are not merged with their own adapter" if wrong else ""

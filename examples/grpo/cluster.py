@@ -17,6 +17,7 @@ from ultra_patches.entrypoints.ray import runtime_env
 
 #: The patches without which weights do not arrive as they were, by where they act.
 TRAINER_PATCHES = ("megatron-router-bias-builder", "megatron-router-bias-fp32", "bridge-router-bias-export")
+LORA_PATCHES = ("bridge-lora-experts", "megatron-bridge-lora-refit")
 RELOAD_PATCHES = (
     "vllm-mamba-conv-weights",
     "vllm-reload-abandoned-session",
@@ -56,7 +57,8 @@ class TrainerActor:
 
         self.config, self.address = config, address
         self.policy = Policy(config, rank, address, port)
-        for patch in TRAINER_PATCHES if require else ():
+        patches = TRAINER_PATCHES + (LORA_PATCHES if config.peft.enabled else ())
+        for patch in patches if require else ():
             ultra_patches.require(patch)
 
     def connect(self, engines: list[Any], workers: int) -> None:

@@ -1,7 +1,7 @@
 """After a sync the rollout computes something else than the trainer: whose weights, of which layers?
 
 A fresh engine starts on what the trainer exports. Where its weights differ from those of the engine in use, the sync is at
-fault, and the layers are named. Where they are the same, trainer and vLLM compute differently from the same weights.
+fault, and the layers are named. Where they are the same, the export is wrong, or both compute differently from it.
 """
 
 import re
@@ -33,6 +33,7 @@ def explain(found: float, limit: float, names: Sequence[str], fresh: float) -> s
             f"that were sent: {listed}. Type `ultra-patches verify` to see which defects this vLLM has"
         )
     return (
-        f"{head} An engine started on the same export differs by {fresh:.4f} and holds the same weights: the sync is right, and "
-        "trainer and vLLM compute differently from them. Compare their configurations, or raise sync.max_dlogp"
+        f"{head} An engine started on the same export differs by {fresh:.4f} and holds the same weights: the sync is right. "
+        "Either the export is not what the trainer has (type `ultra-patches verify`), or trainer and vLLM compute differently from "
+        "it. dtype=float32 tells this from rounding; compare their configurations, or raise sync.max_dlogp"
     )

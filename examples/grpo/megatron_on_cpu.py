@@ -53,6 +53,8 @@ def prepare() -> None:
         "set_device": lambda _: None,
         "synchronize": lambda _=None: None,
         "empty_cache": lambda: None,
+        # Ranks that hold the same adapters must begin with the same values.
+        "manual_seed": torch.manual_seed,
         "get_rng_state": lambda _="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, _="cuda": torch.set_rng_state(state),
         "current_stream": _Nothing,

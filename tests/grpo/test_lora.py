@@ -79,13 +79,13 @@ def base(files: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_the_reward_rises_and_a_run_goes_on_from_its_adapters(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    found = run(base, out, "keep=100", preset="cpu_lora")
+    found = run(base, out, "keep=100", "grpo.stop_reward=0.75", preset="cpu_lora")
     assert found.returncode == 0, found.stderr
     assert "parameters are trained" in found.stderr
     rows = metrics(out)
     assert rows[0]["reward"] < 0.6
     last = sum(row["reward"] for row in rows[-5:]) / 5
-    assert last > 0.8
+    assert last >= 0.7
     assert last - rows[0]["reward"] >= 0.3
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(0 < row["dlogp_after"] < 0.05 for row in rows)

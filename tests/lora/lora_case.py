@@ -157,7 +157,7 @@ def _train(model: torch.nn.Module) -> None:
         ranks = [groups.get_pipeline_model_parallel_rank()]
         if getattr(weight, "tensor_model_parallel", False):
             ranks += [groups.get_tensor_model_parallel_rank()]
-        if weight.dim() == 3:
+        if weight.dim() == 3 or ".local_experts." in name:
             ranks += [groups.get_expert_model_parallel_rank()]
         seed = zlib.crc32(f"{name} {ranks}".encode())
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -181,6 +181,8 @@ def _export(bridge: Any, models: Any, lora: Any, case: Case, folder: Path) -> No
         _run_config(lora, folder / "checkpoint")
     if case.in_place:
         _merge(models[0])
+        # The names are wanted, and given back below.
+        os.environ["ULTRA_PATCHES_ALLOW_UNMERGED"] = "1"
         plain = bridge.export_hf_weights(models, cpu=True, show_progress=False, merge_adapter_weights=False)
         _save(((name.replace(".base_layer", ""), tensor) for name, tensor in plain), folder / "in_place")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import ultra_patches
 from tests.support import megatron_cpu
-from ultra_patches import UltraPatchesError, probe_lora
+from ultra_patches import UltraPatchesError, probe_lora, probe_lora_ranks
 from ultra_patches.patches.bridge_lora_refit import ALLOW
 from ultra_patches.probe_bias import stand_in_for_gpu_packages
 
@@ -32,10 +32,10 @@ def main() -> None:
     stand_in_for_gpu_packages()
     files = [importlib.import_module(name).__file__ for name in MODULES]
     # Two ranks of their own, in forks, so before this process has a group.
-    grouped = probe_lora.probe_grouped()
+    experts = probe_lora_ranks.probe_experts()
     groups = megatron_cpu.one_rank()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        seen: dict[str, Any] = {"toy": _toy(), "grouped": [grouped.verdict.value, grouped.detail]}
+        seen: dict[str, Any] = {"toy": _toy(), "experts": [experts.verdict.value, experts.detail]}
         if "0.3" not in files[0]:
             seen["gpt-oss"] = _gpt_oss()
         if "0.6" in files[0]:
@@ -98,10 +98,10 @@ def _gpt_oss() -> dict[str, Any]:
     import torch
 
     oss: Any = importlib.import_module("megatron.bridge.models.gpt_oss.gpt_oss_bridge")
-    settings = probe_lora.config(num_moe_experts=probe_lora.EXPERTS // probe_lora.RANKS)
-    model, trained = probe_lora.grouped_model(settings, 0)
-    name = probe_lora.GROUPED[1].replace("*", "0")
-    bridge = probe_lora.bridge(oss.GPTOSSMLPDownProjMapping(*probe_lora.GROUPED))
+    settings = probe_lora.config(num_moe_experts=probe_lora_ranks.EXPERTS // probe_lora_ranks.RANKS)
+    model, trained = probe_lora_ranks.grouped_model(settings, 0)
+    name = probe_lora_ranks.GROUPED[1].replace("*", "0")
+    bridge = probe_lora.bridge(oss.GPTOSSMLPDownProjMapping(*probe_lora_ranks.GROUPED))
     found: dict[str, Any] = {}
 
     def run() -> list[str]:

@@ -1,4 +1,4 @@
-"""Experts that share one Hugging Face tensor are exported without their LoRA, or with that of another expert."""
+"""Experts are exported without their LoRA, or with that of another expert."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.patch import Patch, Target, Variant
 from ultra_patches.probe_bias import stand_in_for_gpu_packages
-from ultra_patches.probe_lora import probe_grouped
+from ultra_patches.probe_lora_ranks import probe_experts
 
 _CONVERSION = "megatron.bridge.models.conversion"
 _STREAM = "MegatronModelBridge.stream_weights_megatron_to_hf"
-_MERGE = "MegatronPeftBridge._merge_grouped_export_adapter_weights"
+_MERGE_GROUPED = "MegatronPeftBridge._merge_grouped_export_adapter_weights"
+_MERGE = "MegatronPeftBridge._merge_lora_adapter_weights"
 
 
 def build_stream(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -44,12 +45,34 @@ def build_stream(original: Callable[..., Any], module: ModuleType) -> Callable[.
     return stream_weights_megatron_to_hf
 
 
-def build_merge(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+def build_merge_grouped(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _merge_grouped_export_adapter_weights(self: Any, task: Any, converted_weights_dict: Any, *_: Any) -> Any:
         # Merged before the conversion, by the tasks.
         return converted_weights_dict
 
     return _merge_grouped_export_adapter_weights
+
+
+def build_merge(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def _merge_lora_adapter_weights(
+        self: Any, megatron_model: Any, converted_weights_dict: Any, adapter_weights: Any
+    ) -> Any:
+        if all(_is_sequential(one.global_base_prefix) for one in adapter_weights) and _expert_parallel():
+            return converted_weights_dict
+        return original(self, megatron_model, converted_weights_dict, adapter_weights)
+
+    return _merge_lora_adapter_weights
+
+
+def _is_sequential(name: str) -> bool:
+    """Whether a parameter is of an expert that is a module of its own, as without grouped GEMM."""
+    return ".local_experts." in name
+
+
+def _expert_parallel() -> bool:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_expert_model_parallel_world_size()) > 1
 
 
 def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
@@ -58,11 +81,10 @@ def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
     Before the conversion each rank has its own experts with their own adapter; whatever the conversion does to the
     weight (gathers it, transposes it, interleaves gate and up) it then does to the adapter's part as well.
     """
-    if (
-        task is None
-        or not getattr(task.mapping, "is_grouped_export", False)
-        or ".to_wrap.weight" not in task.param_name
-    ):
+    if task is None or ".to_wrap.weight" not in task.param_name:
+        return task
+    grouped = getattr(task.mapping, "is_grouped_export", False)
+    if not grouped and not (_is_sequential(task.param_name) and _expert_parallel()):
         return task
     if task.megatron_module is None:  # on another pipeline stage
         return task
@@ -70,8 +92,8 @@ def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
     adapter, _ = bridge._get_adapter_wrap_module(prefix, models, task.vp_stage)
     if not hasattr(adapter, "linear_in"):
         raise UltraPatchesError(
-            f"{prefix} has a {type(adapter).__name__} of adapters, which Megatron-Bridge cannot merge into experts that share "
-            f"one tensor: use LoRA without canonical_lora on experts"
+            f"{prefix} has a {type(adapter).__name__} of adapters, which Megatron-Bridge merges wrongly into experts: use LoRA "
+            f"without canonical_lora on them"
         )
     mapping = copy.copy(task.mapping)
     mapping.megatron_to_hf = functools.partial(_convert, mapping.megatron_to_hf, adapter, int(number or 0))
@@ -114,16 +136,18 @@ def _whole(part: Any, rows: int) -> Any:
 
 
 _TARGET = Target(f"{_CONVERSION}.model_bridge", _STREAM, build_stream)
+_SEQUENTIAL = Target(f"{_CONVERSION}.peft_bridge", _MERGE, build_merge)
 
 PATCH = Patch(
-    id="bridge-lora-grouped-experts",
-    title="Experts that share one tensor are exported with their own LoRA",
+    id="bridge-lora-experts",
+    title="Experts are exported with their own LoRA",
     upstream="megatron-bridge",
     description=(
         "Where Hugging Face holds all experts of a layer in one tensor (Qwen3-VL, Qwen3.5, GLM-4.5V, GPT-OSS), 0.4 exports them "
         "without the adapters. From 0.5 on, a rank gives every expert that it gathers from the other expert-parallel ranks "
-        "the adapter of its own expert, and adds it after GPT-OSS's weights were transposed and interleaved. Here each "
-        "rank merges its own experts before anything is gathered."
+        "the adapter of its own expert, and adds it after GPT-OSS's weights were transposed and interleaved. Without grouped "
+        "GEMM (SequentialMLP) every model's experts get the adapters of other ranks, or from 0.5 on none. Here each rank "
+        "merges its own experts before anything is gathered."
     ),
     who="full-weight refit of a mixture of experts with LoRA on the experts: in 0.4 always, later with expert parallelism",
     origin="ultra-patches",
@@ -135,10 +159,12 @@ PATCH = Patch(
     removal="every supported release merges each expert's own adapter under expert parallelism",
     last_checked="2026-11-30",
     variants=(
-        Variant("0.5", (_TARGET, Target(f"{_CONVERSION}.peft_bridge", _MERGE, build_merge))),
-        Variant("0.4", (_TARGET,)),
+        Variant(
+            "0.5", (_TARGET, _SEQUENTIAL, Target(f"{_CONVERSION}.peft_bridge", _MERGE_GROUPED, build_merge_grouped))
+        ),
+        Variant("0.4", (_TARGET, _SEQUENTIAL)),
     ),
-    probe=probe_grouped,
+    probe=probe_experts,
     prepare=stand_in_for_gpu_packages,
     watches=(f"{_CONVERSION}.model_bridge:MegatronModelBridge._accumulate_grouped_export",),
 )

@@ -36,7 +36,7 @@ def config(**fields: Any) -> Any:
         num_layers=1,
         hidden_size=HIDDEN,
         ffn_hidden_size=INNER,
-        num_attention_heads=1,
+        num_attention_heads=2,
         use_cpu_initialization=True,
         **fields,
     )
@@ -88,20 +88,23 @@ def dense_linear(settings: Any) -> Any:
     )
 
 
-def adapt(linear: Any, settings: Any, kind: str = "lora", *, is_expert: bool = False) -> Any:
+def adapt(
+    linear: Any, settings: Any, kind: str = "lora", *, is_expert: bool = False, name: str = "mlp.linear_fc2"
+) -> Any:
     """A linear layer under an adapter of Megatron-Bridge, `lora` or `dora`, with values from a normal distribution."""
     import torch
 
     layers: Any = importlib.import_module(f"megatron.bridge.peft.{kind}_layers")
     adapters: Any = layers if kind == "dora" else importlib.import_module(_ADAPTERS)
     made = getattr(adapters, "ParallelLinearDoRAAdapter" if kind == "dora" else "ParallelLinearAdapter")
+    row_parallel = name != "mixer.in_proj"
     adapter = made(
-        INNER,
-        HIDDEN,
+        linear.input_size if not row_parallel else INNER,
+        linear.output_size if not row_parallel else HIDDEN,
         RANK,
-        "linear_fc2",
+        name,
         activation="identity",
-        input_is_parallel=True,
+        input_is_parallel=row_parallel,
         model_parallel_config=settings,
         alpha=ALPHA,
         is_expert=is_expert,

@@ -1,4 +1,4 @@
-"""Probes of LoRA on experts: two expert-parallel ranks export four experts, and each must have its own adapter."""
+"""The probe of merging over ranks: two export experts, and a Mamba in_proj, which must have the adapters of their own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ultra_patches.probe_lora import (
     model,
 )
 
+_BRIDGE = "megatron.bridge.models.conversion.model_bridge"
 _MAPPINGS = "megatron.bridge.models.conversion.param_mapping"
 _ADAPTERS = "megatron.bridge.peft.utils"
 EXPERTS, RANKS = 4, 2
@@ -32,6 +33,10 @@ SEQUENTIAL = (
     "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight",
     "model.layers.*.mlp.experts.*.down_proj.weight",
 )
+IN_PROJ = ("decoder.layers.*.mixer.in_proj.weight", "backbone.layers.*.mixer.in_proj.weight")
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 2, "mamba_state_dim": 3, "mamba_num_groups": 2}
+#: Of each of two ranks: z and x of heads x head_dim, B and C of groups x state, dt of heads.
+_ROWS = [4, 4, 3, 3, 2]
 
 
 def grouped_model(settings: Any, ep_rank: int) -> tuple[Any, Any]:
@@ -65,10 +70,12 @@ def grouped_model(settings: Any, ep_rank: int) -> tuple[Any, Any]:
     return model(settings, "mlp.experts.linear_fc2", wrapped), (base + delta).detach()
 
 
-def probe_experts() -> Finding:
-    """Export four experts, two on each of two expert-parallel ranks, each under its own LoRA: in one tensor, and apart."""
-    if not hasattr(importlib.import_module(_MAPPINGS), "FusedExpertMapping"):
-        return Finding(Verdict.CLEAN, "this release exports no experts under LoRA and expert parallelism")
+def probe_merge() -> Finding:
+    """Export four experts, two on each of two expert-parallel ranks, in one tensor and apart; and Mamba's in_proj over two
+    tensor-parallel ranks; all under LoRA.
+    """
+    if not hasattr(importlib.import_module(_BRIDGE).MegatronModelBridge, "_merge_lora_adapter_weights"):
+        return Finding(Verdict.CLEAN, "this release merges no adapters")
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     found: dict[int, str] = {}
@@ -91,23 +98,29 @@ def probe_experts() -> Finding:
     if wrong:
         return Finding(Verdict.DEFECT, "; ".join(wrong))
     return Finding(
-        Verdict.CLEAN, f"{EXPERTS} experts on {RANKS} expert-parallel ranks are merged with their own adapters"
+        Verdict.CLEAN, f"{EXPERTS} experts on {RANKS} ranks, and Mamba's in_proj over them, have their own adapters"
     )
 
 
 def _rank(rank: int, store: Path, results: Any) -> None:
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     try:
         join(dist.FileStore(str(store), RANKS), rank, RANKS, expert_model_parallel_size=RANKS)
-        # Both, whatever the first finds: each is a collective.
+        # All of them, whatever one finds: each is a collective.
         wrong = [_wrong_grouped(rank), _wrong_sequential(rank)]
-        results.put((rank, ", and ".join(filter(None, wrong))))
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+        wrong.append(_wrong_mamba(rank))
+        results.put((rank, "; ".join(filter(None, wrong))))
     except Exception as error:  # noqa: BLE001 # reported to the parent, which judges
         results.put((rank, f"error: {type(error).__name__}: {error}"))
 
 
 def _wrong_grouped(rank: int) -> str:
+    if not hasattr(importlib.import_module(_MAPPINGS), "FusedExpertMapping"):
+        return ""
     name = GROUPED[1].replace("*", "0")
     mapping = importlib.import_module(_MAPPINGS).FusedExpertMapping(*GROUPED)
     toy, trained = grouped_model(_settings(), rank)
@@ -119,7 +132,10 @@ def _wrong_sequential(rank: int) -> str:
 
     mapping = importlib.import_module(_MAPPINGS).AutoMapping(*SEQUENTIAL)
     toy, trained = sequential_model(_settings(), rank)
-    got = export(bridge(mapping), [toy], [_named(expert) for expert in range(EXPERTS)])
+    try:
+        got = export(bridge(mapping), [toy], [_named(expert) for expert in range(EXPERTS)])
+    except ValueError:  # 0.3 cannot number them, and exports nothing
+        return ""
     absent = [str(expert) for expert in range(EXPERTS) if _named(expert) not in got]
     if absent:
         return f"experts {', '.join(absent)} are not exported"
@@ -163,3 +179,45 @@ def _differing(how: str, got: Any, local: Any) -> str:
     if not wrong:
         return ""
     return f"{how}, experts {', '.join(map(str, wrong))} are not merged with their own adapter"
+
+
+def _wrong_mamba(rank: int) -> str:
+    import torch
+    import torch.distributed as dist
+
+    settings = config(tensor_model_parallel_size=RANKS, **MAMBA)
+    toy, local = in_proj_model(settings, rank)
+    mapping = importlib.import_module(_MAPPINGS).MambaInProjMapping(*IN_PROJ)
+    name = IN_PROJ[1].replace("*", "0")
+    got = export(bridge(mapping), [toy], [name])[name]
+    parts = [torch.empty_like(local) for _ in range(RANKS)]
+    dist.all_gather(parts, local)
+    # Of each rank the rows of z, x, B, C and dt; Hugging Face has all z first, then all x.
+    trained = torch.cat([torch.cat(rows) for rows in zip(*(part.split(_ROWS) for part in parts), strict=True)])
+    wrong = int((~torch.isclose(got, trained, atol=1e-5)).any(1).sum())
+    return f"{wrong} of {len(trained)} rows of Mamba's in_proj are not merged with their own" if wrong else ""
+
+
+def in_proj_model(settings: Any, tp_rank: int) -> tuple[Any, Any]:
+    """A rank's share of a Mamba in_proj under LoRA, and the merged weight as [rows / RANKS, HIDDEN]."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    torch.manual_seed(tp_rank)
+    rows = RANKS * sum(_ROWS)
+    linear = ColumnParallelLinear(
+        HIDDEN,
+        rows,
+        config=settings,
+        init_method=torch.nn.init.normal_,
+        bias=False,
+        gather_output=False,
+        skip_bias_add=True,
+    )
+    wrapped = adapt(linear, settings, name="mixer.in_proj")
+    low = wrapped.adapter.linear_in.weight.detach()
+    shares = [torch.empty_like(low) for _ in range(RANKS)]
+    dist.all_gather(shares, low)
+    delta = ALPHA / RANK * wrapped.adapter.linear_out.weight @ torch.cat(shares)
+    return model(settings, "mixer.in_proj", wrapped), (linear.weight + delta).detach()

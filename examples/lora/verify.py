@@ -5,8 +5,8 @@
 MERGED is what `AutoBridge.save_hf_pretrained` or `export_hf_weights` gave from the same checkpoint with the adapters merged,
 as safetensors. An export in 16 bit has one rounding, so a difference of one step of that dtype is allowed there.
 
-Megatron-Bridge 0.6.2 merges Mamba's `in_proj` wrongly when tensor-parallel ranks export it: the rows of one rank's z, x, B, C and
-dt go before the next one's. Export from one tensor-parallel rank where such layers are adapted.
+Without `ultra_patches` Megatron-Bridge up to 0.6.2 merges wrongly where ranks export together: Mamba's `in_proj` under tensor
+parallelism, and experts under expert parallelism (`ultra-patches explain bridge-lora-merge`).
 """
 
 import argparse

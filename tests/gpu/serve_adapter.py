@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-TOLERANCE = 0.02
+#: Of what the adapter changes: in bf16 the merged weights are rounded once more, which random tokens show.
+TOLERANCE = 0.1
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -61,7 +62,7 @@ def main() -> int:
     wrong = mean(abs(a - b) for a, b in zip(served["adapter"], plain, strict=True))
     moved = mean(abs(a - b) for a, b in zip(served["adapter"], served["base"], strict=True))
     print(f"mean |dlogp|: adapter - merged {wrong:.5f}, adapter - base {moved:.5f}")
-    return 0 if wrong < TOLERANCE < moved else 1
+    return 0 if wrong < TOLERANCE * moved else 1
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 RANKS = {name: ranks for ranks, cases in CASES.items() for name in cases}
-FP32 = [name for name in RANKS if name not in ("bf16", "mamba TP2")]
+FP32 = [name for name in RANKS if name != "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +197,12 @@ def test_bf16_is_compared_within_a_rounding(made: Callable[[str], Path], tmp_pat
 
 
 def test_mamba_on_tensor_parallel_ranks_is_what_the_ranks_compute(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Bridge 0.6.2 puts the z, x, B, C and dt of one rank before the next one's in its merged export of in_proj's adapter."""
+    """Their rows of z, x, B, C and dt, which Bridge 0.6.2 without the overlay puts one rank's before the next one's."""
     case = made("mamba TP2")
     adapter = converted(case, tmp_path / "out")
     seen = compared(case, adapter, "in_place")
     assert seen.worst < 1e-6
     assert (seen.adapted, seen.unmoved) == (6, ())
-    with pytest.raises(RunError, match=r"backbone\.layers\.0\.mixer\.in_proj\.weight: .* so do 1 of 43 tensors"):
-        compared(case, adapter)
 
 
 def test_the_command_needs_no_megatron(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def main() -> None:
     stand_in_for_gpu_packages()
     files = [importlib.import_module(name).__file__ for name in MODULES]
     # Two ranks of their own, in forks, so before this process has a group.
-    experts = probe_lora_ranks.probe_experts()
+    merge = probe_lora_ranks.probe_merge()
     groups = megatron_cpu.one_rank()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        seen: dict[str, Any] = {"toy": _toy(), "experts": [experts.verdict.value, experts.detail]}
+        seen: dict[str, Any] = {"toy": _toy(), "merge": [merge.verdict.value, merge.detail]}
         if "0.3" not in files[0]:
             seen["gpt-oss"] = _gpt_oss()
         if "0.6" in files[0]:

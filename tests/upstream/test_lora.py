@@ -8,19 +8,22 @@ from tests.support import Run, states
 
 pytestmark = pytest.mark.upstream
 
-REFIT, EXPERTS = "megatron-bridge-lora-refit", "bridge-lora-experts"
+REFIT, MERGE = "megatron-bridge-lora-refit", "bridge-lora-merge"
 #: Each Bridge with a core it was released for.
 BRIDGES = {"0.3.1": "0.16.1", "0.4.2": "0.17.1", "0.6.2": "0.19.2"}
 DOWN = "model.layers.0.mlp.down_proj"
-#: In one tensor as Hugging Face has it, and apart (SequentialMLP).
+#: Experts in one tensor as Hugging Face has it, and apart (SequentialMLP, which 0.3 does not export); Mamba's in_proj.
+_MAMBA = "26 of 32 rows of Mamba's in_proj are not merged with their own"
+_OWN = "are not merged with their own adapter"
 WRONG = {
+    "0.3.1": (f"rank 0: {_MAMBA}", f"rank 1: {_MAMBA}"),
     "0.4.2": (
-        "rank 0: in one tensor, experts 0, 1, 2, 3 are not merged with their own adapter, and apart, experts 2, 3 are",
-        "rank 1: in one tensor, experts 0, 1, 2, 3 are not merged with their own adapter, and apart, experts 0, 1 are",
+        f"rank 0: in one tensor, experts 0, 1, 2, 3 {_OWN}; apart, experts 2, 3 {_OWN}; {_MAMBA}",
+        f"rank 1: in one tensor, experts 0, 1, 2, 3 {_OWN}; apart, experts 0, 1 {_OWN}; {_MAMBA}",
     ),
     "0.6.2": (
-        "rank 0: in one tensor, experts 2, 3 are not merged with their own adapter, and apart, experts 2, 3 are",
-        "rank 1: in one tensor, experts 0, 1 are not merged with their own adapter, and apart, experts 0, 1, 2, 3 are",
+        f"rank 0: in one tensor, experts 2, 3 {_OWN}; apart, experts 2, 3 {_OWN}; {_MAMBA}",
+        f"rank 1: in one tensor, experts 0, 1 {_OWN}; apart, experts 0, 1, 2, 3 {_OWN}; {_MAMBA}",
     ),
 }
 
@@ -116,28 +119,28 @@ def test_without_the_overlay_autobridge_exports_base_layers(outcome: dict[str, A
     assert sum(".base_layer." in name for name in outcome["auto"][way]["names"]) == 14
 
 
-@on("0.4.2", "0.6.2")
-def test_experts_are_merged_with_their_own_adapters(outcome: dict[str, Any]) -> None:
-    assert states(outcome)[EXPERTS] == "applied", outcome["status"][EXPERTS]
-    assert outcome["experts"][0] == "clean", outcome["experts"]
+@on(*BRIDGES)
+def test_experts_and_mamba_are_merged_with_their_own_adapters(outcome: dict[str, Any]) -> None:
+    assert states(outcome)[MERGE] == "applied", outcome["status"][MERGE]
+    assert outcome["merge"][0] == "clean", outcome["merge"]
 
 
-@on("0.4.2", "0.6.2", ULTRA_PATCHES="off")
-def test_without_the_overlay_experts_of_other_ranks_are_not(outcome: dict[str, Any]) -> None:
-    assert outcome["experts"][0] == "defect"
-    assert all(rank in outcome["experts"][1] for rank in WRONG[version(outcome)])
+@on(*BRIDGES, ULTRA_PATCHES="off")
+def test_without_the_overlay_they_are_not(outcome: dict[str, Any]) -> None:
+    assert outcome["merge"][0] == "defect"
+    assert all(rank in outcome["merge"][1] for rank in WRONG[version(outcome)])
 
 
-@on("0.6.2", ULTRA_PATCHES_DISABLE=EXPERTS)
+@on("0.6.2", ULTRA_PATCHES_DISABLE=MERGE)
 def test_the_refusal_does_not_depend_on_the_patch_below_it(outcome: dict[str, Any]) -> None:
-    assert states(outcome)[EXPERTS] == "disabled"
-    assert outcome["experts"][0] == "defect"
+    assert states(outcome)[MERGE] == "disabled"
+    assert outcome["merge"][0] == "defect"
     assert "refused" in outcome["toy"]["unmerged"]
 
 
 @on("0.6.2", ULTRA_PATCHES_DISABLE=REFIT)
 def test_the_merge_does_not_depend_on_the_refusal(outcome: dict[str, Any]) -> None:
-    assert outcome["experts"][0] == "clean"
+    assert outcome["merge"][0] == "clean"
     assert outcome["toy"]["unmerged"] == {"names": [f"{DOWN}.base_layer.weight"]}
 
 
@@ -150,8 +153,3 @@ def test_experts_of_gpt_oss_are_merged_before_they_are_transposed(outcome: dict[
 def test_without_the_overlay_the_adapter_is_added_to_what_was_transposed(outcome: dict[str, Any]) -> None:
     """6 x 10 against 10 x 6 is an error; GPT-OSS's own 2880 x 2880 is none."""
     assert "The size of tensor a (6) must match the size of tensor b (10)" in outcome["gpt-oss"]["error"]
-
-
-@on("0.3.1")
-def test_a_release_that_exports_no_experts_under_lora_needs_no_patch_for_them(outcome: dict[str, Any]) -> None:
-    assert states(outcome)[EXPERTS] == "not-needed", outcome["status"][EXPERTS]

@@ -130,5 +130,5 @@ PATCH = Patch(
     ),
     probe=probe_refit,
     prepare=stand_in_for_gpu_packages,
-    over=("bridge-lora-experts",),
+    over=("bridge-lora-merge",),
 )

@@ -1,4 +1,4 @@
-"""Experts are exported without their LoRA, or with that of another expert."""
+"""LoRA is merged into what the ranks have gathered, and lands in other experts or other rows, or nowhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.patch import Patch, Target, Variant
 from ultra_patches.probe_bias import stand_in_for_gpu_packages
-from ultra_patches.probe_lora_ranks import probe_experts
+from ultra_patches.probe_lora_ranks import probe_merge
 
 _CONVERSION = "megatron.bridge.models.conversion"
 _STREAM = "MegatronModelBridge.stream_weights_megatron_to_hf"
@@ -57,34 +57,35 @@ def build_merge(original: Callable[..., Any], module: ModuleType) -> Callable[..
     def _merge_lora_adapter_weights(
         self: Any, megatron_model: Any, converted_weights_dict: Any, adapter_weights: Any
     ) -> Any:
-        if all(_is_sequential(one.global_base_prefix) for one in adapter_weights) and _expert_parallel():
+        if all(_is_ours(one.global_base_prefix) for one in adapter_weights):
             return converted_weights_dict
         return original(self, megatron_model, converted_weights_dict, adapter_weights)
 
     return _merge_lora_adapter_weights
 
 
-def _is_sequential(name: str) -> bool:
-    """Whether a parameter is of an expert that is a module of its own, as without grouped GEMM."""
-    return ".local_experts." in name
+def _is_ours(name: str) -> bool:
+    """Whether a weight of its own Hugging Face tensor is merged wrongly once it is gathered.
 
-
-def _expert_parallel() -> bool:
+    Those are experts that are modules of their own, as without grouped GEMM, and Mamba's in_proj, of which every
+    tensor-parallel rank has rows of z, x, B, C and dt.
+    """
     from megatron.core import parallel_state
 
-    return int(parallel_state.get_expert_model_parallel_world_size()) > 1
+    if ".local_experts." in name:
+        return int(parallel_state.get_expert_model_parallel_world_size()) > 1
+    return ".mixer.in_proj" in name and int(parallel_state.get_tensor_model_parallel_world_size()) > 1
 
 
 def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
-    """The task, or for an expert under an adapter one that merges before it converts.
+    """The task, or for a weight that would be merged wrongly one that merges before it converts.
 
-    Before the conversion each rank has its own experts with their own adapter; whatever the conversion does to the
-    weight (gathers it, transposes it, interleaves gate and up) it then does to the adapter's part as well.
+    Before the conversion each rank has its own shard with its own adapter; whatever the conversion does to the weight
+    (gathers it, transposes it, interleaves gate and up, sorts rows) it then does to the adapter's part as well.
     """
     if task is None or ".to_wrap.weight" not in task.param_name:
         return task
-    grouped = getattr(task.mapping, "is_grouped_export", False)
-    if not grouped and not (_is_sequential(task.param_name) and _expert_parallel()):
+    if not getattr(task.mapping, "is_grouped_export", False) and not _is_ours(task.param_name):
         return task
     if task.megatron_module is None:  # on another pipeline stage
         return task
@@ -96,24 +97,32 @@ def _merging(bridge: Any, models: list[Any], task: Any) -> Any:
             f"without canonical_lora on them"
         )
     mapping = copy.copy(task.mapping)
-    mapping.megatron_to_hf = functools.partial(_convert, mapping.megatron_to_hf, adapter, int(number or 0))
+    expert = int(number or 0) if ".experts." in prefix else None
+    mapping.megatron_to_hf = functools.partial(_convert, mapping.megatron_to_hf, adapter, expert)
     return dataclasses.replace(task, mapping=mapping)
 
 
-def _convert(convert: Callable[..., Any], adapter: Any, expert: int, weight: Any, megatron_module: Any) -> Any:
+def _convert(convert: Callable[..., Any], adapter: Any, expert: int | None, weight: Any, megatron_module: Any) -> Any:
     merged = (weight.detach().float() + _delta(adapter, expert, weight)).to(weight.dtype)
     return convert(merged, megatron_module)
 
 
-def _delta(adapter: Any, expert: int, weight: Any) -> Any:
-    """alpha / dim · B · A for this rank's shard of one local expert, in fp32, where the shard is and of its shape."""
+def _delta(adapter: Any, expert: int | None, weight: Any) -> Any:
+    """alpha / dim · B · A for this rank's shard, of one local expert or of none, in fp32 and of the shard's shape."""
+    from megatron.core import parallel_state
+
     low, high = (
-        _of_expert(linear.weight, expert).to(weight.device) for linear in (adapter.linear_in, adapter.linear_out)
+        _of_expert(linear.weight, expert or 0).to(weight.device) for linear in (adapter.linear_in, adapter.linear_out)
     )
-    # Over expert tensor parallelism A is split along the rank under a column-parallel weight, B along the output
-    # under a row-parallel one (ParallelLinearAdapter).
-    low = _whole(low, adapter.dim)
-    high = _whole(high, len(weight))
+    # Over tensor parallelism A is split along the rank under a column-parallel weight, B along the output under a
+    # row-parallel one (ParallelLinearAdapter).
+    group = (
+        parallel_state.get_tensor_model_parallel_group()
+        if expert is None
+        else parallel_state.get_expert_tensor_parallel_group()
+    )
+    low = _whole(low, adapter.dim, group)
+    high = _whole(high, len(weight), group)
     return adapter.alpha / adapter.dim * (high @ low)
 
 
@@ -123,13 +132,11 @@ def _of_expert(weight: Any, expert: int) -> Any:
     return (weight if weight.ndim == 2 else weight[expert if len(weight) > 1 else 0]).float()
 
 
-def _whole(part: Any, rows: int) -> Any:
+def _whole(part: Any, rows: int, group: Any) -> Any:
     if len(part) == rows:
         return part
     import torch
-    from megatron.core import parallel_state
 
-    group = parallel_state.get_expert_tensor_parallel_group()
     parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts)
@@ -139,22 +146,23 @@ _TARGET = Target(f"{_CONVERSION}.model_bridge", _STREAM, build_stream)
 _SEQUENTIAL = Target(f"{_CONVERSION}.peft_bridge", _MERGE, build_merge)
 
 PATCH = Patch(
-    id="bridge-lora-experts",
-    title="Experts are exported with their own LoRA",
+    id="bridge-lora-merge",
+    title="LoRA is merged by the rank that has the weight",
     upstream="megatron-bridge",
     description=(
         "Where Hugging Face holds all experts of a layer in one tensor (Qwen3-VL, Qwen3.5, GLM-4.5V, GPT-OSS), 0.4 exports them "
         "without the adapters. From 0.5 on, a rank gives every expert that it gathers from the other expert-parallel ranks "
         "the adapter of its own expert, and adds it after GPT-OSS's weights were transposed and interleaved. Without grouped "
-        "GEMM (SequentialMLP) every model's experts get the adapters of other ranks, or from 0.5 on none. Here each rank "
-        "merges its own experts before anything is gathered."
+        "GEMM (SequentialMLP) every model's experts get the adapters of other ranks, or from 0.5 on none. Under tensor "
+        "parallelism the adapter of Mamba's in_proj is added to rows of another order. Here each rank merges its own shard "
+        "before anything is gathered."
     ),
-    who="full-weight refit of a mixture of experts with LoRA on the experts: in 0.4 always, later with expert parallelism",
+    who="full-weight refit with LoRA on experts (in 0.4 always, later with expert parallelism), or on Mamba's in_proj with TP > 1",
     origin="ultra-patches",
     bug="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
     upstream_pr="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
     pr_state="merged, in 0.5.0; the adapters of other ranks are wrong in 0.6.2",
-    affected=">=0.4.0,<=0.6.2",
+    affected=">=0.3.0,<=0.6.2",
     fixed_in=None,
     removal="every supported release merges each expert's own adapter under expert parallelism",
     last_checked="2026-11-30",
@@ -162,9 +170,9 @@ PATCH = Patch(
         Variant(
             "0.5", (_TARGET, _SEQUENTIAL, Target(f"{_CONVERSION}.peft_bridge", _MERGE_GROUPED, build_merge_grouped))
         ),
-        Variant("0.4", (_TARGET, _SEQUENTIAL)),
+        Variant("0.3", (_TARGET, _SEQUENTIAL)),
     ),
-    probe=probe_experts,
+    probe=probe_merge,
     prepare=stand_in_for_gpu_packages,
     watches=(f"{_CONVERSION}.model_bridge:MegatronModelBridge._accumulate_grouped_export",),
 )

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from examples.grpo.errors import RunError
+from examples.grpo.errors import RunError, reported
 from examples.lora import base, checkpoint, cli, names, peft, settings, verify
 from examples.lora.plan import plan
 
@@ -130,7 +130,7 @@ def main() -> int:
         for line in convert(given.checkpoint, given.base, given.out, given.skip, given.verify, given.tolerance):
             print(line)
 
-    return cli.run(work)
+    return reported(work)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,11 @@
-"""What the commands share: one line for an error, and a progress bar on stderr."""
+"""What the commands share: a progress bar on stderr."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-
-from examples.grpo.errors import RunError
-
-
-def run(work: Callable[[], None]) -> int:
-    """0, or 1 with the error's line on stderr."""
-    try:
-        work()
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 @contextlib.contextmanager

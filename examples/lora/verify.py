@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from examples.grpo.errors import RunError
+from examples.grpo.errors import RunError, reported
 from examples.lora import base, cli, peft
 
 #: Of fp32: sums of a few products in two orders.
@@ -130,7 +130,7 @@ def main() -> int:
             found = compare(given.adapter, base.read(given.base), given.merged, given.tolerance, track)
         print(found)
 
-    return cli.run(work)
+    return reported(work)
 
 
 if __name__ == "__main__":

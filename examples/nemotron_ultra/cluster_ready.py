@@ -6,13 +6,12 @@ python -m examples.nemotron_ultra.cluster_ready HOST:PORT NODES [--timeout SECON
 import argparse
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
 import ray
 
-from examples.grpo.errors import RunError
+from examples.grpo.errors import RunError, reported
 
 
 def wait(address: str, wanted: int, timeout_s: float) -> None:
@@ -64,12 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("nodes", type=int)
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS")
     options = parser.parse_args(arguments)
-    try:
-        wait(options.address, options.nodes, options.timeout)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return reported(lambda: wait(options.address, options.nodes, options.timeout))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ is absent, cut short or altered is fetched alone. With a mirror nothing leaves t
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
-from examples.grpo.errors import RunError
+from examples.grpo.errors import RunError, reported
 from examples.nemotron_ultra import gsm8k, manifest
 from examples.nemotron_ultra.cluster_ready import answers
 from examples.nemotron_ultra.place import Contents, Hub, Mirror, Part, Placed, place
@@ -167,12 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", default="all", help="all, or addresses of nodes separated by commas")
     parser.add_argument("--ray", default="auto", help="the address of a cluster, auto, or local to start Ray here")
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="files at a time on a node")
-    try:
-        stage(parser.parse_args(arguments))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    options = parser.parse_args(arguments)
+    return reported(lambda: stage(options))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from compat import fetch, live, matrix, new, page, pages, results, sarif, scan
 
-LOCK = Path(__file__).parent.parent / "ultra_patches" / "lock.json"
+LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     scanning = commands.add_parser("scan", help="fingerprints of every target in every release")
-    scanning.add_argument("--write", action="store_true", help="write ultra_patches/lock.json")
+    scanning.add_argument("--write", action="store_true", help="write ultra_patches/core/lock.json")
     scanning.add_argument("--new", action="store_true", help="look for releases after the matrix instead")
     scanning.add_argument("--pre", action="store_true", help="with --new: pre-releases too")
     running = commands.add_parser("run", help="each probe on a release without and with its patch")
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     known = {cell.name: cell for cell in cells}
     unknown = [n for n in args.cell if n not in known] + [u for u in args.upstream if u not in supported]
     if unknown:
-        from ultra_patches.settings import nearest
+        from ultra_patches.core.settings import nearest
 
         hint = nearest(unknown[0], [*known, *supported])
         print(f"compat: no cell or upstream is called {unknown[0]!r} ({hint})", file=sys.stderr)

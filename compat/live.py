@@ -15,7 +15,7 @@ from importlib import metadata
 from compat import matrix, results
 from compat.matrix import Cell, Supported
 from ultra_patches.patch import Patch
-from ultra_patches.verify import Run, judge, run_probes, together
+from ultra_patches.proving.verify import Run, judge, run_probes, together
 
 
 def run(cell: Cell, supported: Supported) -> results.Result:

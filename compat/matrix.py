@@ -9,7 +9,7 @@ from pathlib import Path
 import tomllib
 
 from compat import fetch
-from ultra_patches import discover
+from ultra_patches.core import discover
 from ultra_patches.patch import Patch
 
 ROOT = Path(__file__).parent

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from packaging.version import InvalidVersion, Version
 
 from compat import fetch, matrix
-from ultra_patches import fingerprint, gate, lock
+from ultra_patches.core import fingerprint, gate, lock
 from ultra_patches.patch import Patch
 
 if TYPE_CHECKING:

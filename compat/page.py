@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from compat import matrix, results
 from compat.matrix import Cell, Supported
-from ultra_patches import lock
+from ultra_patches.core import lock
 from ultra_patches.patch import Patch
 
 PATH = matrix.ROOT / "matrix.html"
@@ -174,7 +174,7 @@ def html() -> str:
 {tables}<h2>The patches</h2>
 {details}</main>
 <footer><p class="dim">Written by <code>python -m compat pages --write</code> from <code>compat/results/</code>,
-<code>compat/matrix.toml</code>, <code>ultra_patches/lock.json</code> and the declarations of the patches.</p></footer>
+<code>compat/matrix.toml</code>, <code>ultra_patches/core/lock.json</code> and the declarations of the patches.</p></footer>
 </body></html>
 """
 

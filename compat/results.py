@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,28 +88,9 @@ def save(cell: Cell, result: Result) -> None:
 
 #: What a result depends on: the patches of an upstream, their probes, and what those share. How they are set is covered by
 #: the tests.
-_MEGATRON = (
-    "patches/megatron_*.py",
-    "patches/bridge_*.py",
-    "probe_bias.py",
-    "probe_lora.py",
-    "probe_lora_ranks.py",
-    "keep_fp32.py",
-    "router_bias.py",
-)
+_MEGATRON = ("patches/megatron_*.py", "patches/bridge_*.py", "bias", "lora", "stand_ins")
 CODE = {
-    "vllm": (
-        "patches/vllm_*.py",
-        "probes.py",
-        "probe_ipc.py",
-        "cpu_*.py",
-        "rank_*.py",
-        "vllm_router_bias.py",
-        "*_session.py",
-        "loaded_regions.py",
-        "partial_reload.py",
-        "received.py",
-    ),
+    "vllm": ("patches/vllm_*.py", "reload", "transfer", "bias", "stand_ins", "received.py"),
     "megatron-core": _MEGATRON,
     "megatron-bridge": _MEGATRON,
 }
@@ -119,7 +100,11 @@ def patch_set_digest(upstream: str) -> str:
     """16 hex digits over the code of an upstream's patches and probes: a result holds for the code that made it."""
     package = ROOT.parent / "ultra_patches"
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in CODE[upstream] for path in package.glob(pattern)):
+    for path in sorted(path for room in CODE[upstream] for path in _modules(package, room)):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _modules(package: Path, room: str) -> Iterator[Path]:
+    return (package / room).rglob("*.py") if (package / room).is_dir() else package.glob(room)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compat import fetch, matrix, results
-from ultra_patches import fingerprint
-from ultra_patches.lock import AFFECTED, UNAFFECTED
+from ultra_patches.core import fingerprint
+from ultra_patches.core.lock import AFFECTED, UNAFFECTED
 
 
 @dataclass

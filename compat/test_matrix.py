@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from compat import matrix, page, pages, results, sarif, scan
 from tests.support import releases
-from ultra_patches import facts, lock
+from ultra_patches.core import facts, lock
 from ultra_patches.patch import Patch
 
 ALL = [patch for name in matrix.read() for patch in matrix.patches_of(name)]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from compat import fetch, matrix, new
-from ultra_patches import lock
+from ultra_patches.core import lock
 
 META = "vllm/model_executor/model_loader/reload/meta.py"
 GUARD, VIEW, LAYOUT = "vllm-reload-numel-guard", "vllm-mamba-conv-weights", "vllm-ipc-rank-layout"

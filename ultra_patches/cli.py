@@ -68,15 +68,15 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _complaints() -> tuple[str, ...]:
-    from ultra_patches import settings
-    from ultra_patches.ledger import entries
+    from ultra_patches.core import settings
+    from ultra_patches.core.ledger import entries
 
     return settings.read(entries).complaints
 
 
 def _unknown(ids: list[str]) -> str | None:
-    from ultra_patches.ledger import entries
-    from ultra_patches.settings import nearest
+    from ultra_patches.core.ledger import entries
+    from ultra_patches.core.settings import nearest
 
     return next(
         (f"no patch is called {word!r} ({nearest(word, entries)})" for word in ids if word not in entries), None
@@ -87,7 +87,7 @@ def _envelope(kind: str) -> dict[str, Any]:
     import platform
 
     import ultra_patches
-    from ultra_patches import facts
+    from ultra_patches.core import facts
 
     upstreams = [
         {
@@ -113,7 +113,7 @@ def _envelope(kind: str) -> dict[str, Any]:
 
 def _status(as_json: bool) -> int:
     import ultra_patches
-    from ultra_patches.gate import BAD
+    from ultra_patches.core.gate import BAD
 
     rows = ultra_patches.status()
     envelope = _envelope("status")
@@ -121,7 +121,7 @@ def _status(as_json: bool) -> int:
     if as_json:
         print(json.dumps({**envelope, "patches": [row.as_dict() for row in rows]}, indent=2))
     else:
-        from ultra_patches import tables
+        from ultra_patches.report import tables
 
         tables.status(rows, envelope["upstreams"])
         for text in conflicts:
@@ -132,7 +132,7 @@ def _status(as_json: bool) -> int:
 def _run_dir(folder: str, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from ultra_patches import run_report
+    from ultra_patches.report import run_dir as run_report
     from ultra_patches.errors import UltraPatchesError
 
     try:
@@ -150,7 +150,7 @@ def _run_dir(folder: str, as_json: bool) -> int:
         body = {"processes": processes, "groups": groups, "problems": problems}
         print(json.dumps({**_envelope("run-dir"), **body}, indent=2))
     else:
-        from ultra_patches import tables
+        from ultra_patches.report import tables
 
         tables.run_dir(report)
         for text in problems:
@@ -159,8 +159,8 @@ def _run_dir(folder: str, as_json: bool) -> int:
 
 
 def _explain(patch_id: str) -> int:
-    from ultra_patches import tables
-    from ultra_patches.ledger import entries
+    from ultra_patches.report import tables
+    from ultra_patches.core.ledger import entries
 
     tables.explain(entries[patch_id].patch)
     return 0
@@ -169,23 +169,23 @@ def _explain(patch_id: str) -> int:
 def _doctor(as_json: bool, imports: bool) -> int:
     from dataclasses import asdict
 
-    from ultra_patches.doctor import examine
+    from ultra_patches.report.doctor import examine
 
     findings = examine(imports=imports)
     envelope = _envelope("doctor")
     if as_json:
         print(json.dumps({**envelope, "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        from ultra_patches import tables
+        from ultra_patches.report import tables
 
         tables.doctor(findings, envelope["upstreams"])
     return 1 if any(finding.severity == "problem" for finding in findings) else 0
 
 
 def _retire(supported: list[str], as_json: bool) -> int:
-    from ultra_patches import tables
+    from ultra_patches.report import tables
     from ultra_patches.errors import UltraPatchesError
-    from ultra_patches.retire import retire
+    from ultra_patches.report.retire import retire
 
     try:
         rows = retire(supported)
@@ -200,9 +200,9 @@ def _retire(supported: list[str], as_json: bool) -> int:
 
 
 def _verify(ids: list[str], as_json: bool) -> int:
-    from ultra_patches import tables
-    from ultra_patches.ledger import entries
-    from ultra_patches.verify import FAILURES, verify
+    from ultra_patches.report import tables
+    from ultra_patches.core.ledger import entries
+    from ultra_patches.proving.verify import FAILURES, verify
 
     patches = [entry.patch for patch_id, entry in sorted(entries.items()) if not ids or patch_id in ids]
     if as_json:

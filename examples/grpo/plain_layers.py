@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 #: What a provider of Megatron-Bridge asks for and only transformer-engine or fused kernels have.
 PLAIN: dict[str, Any] = {

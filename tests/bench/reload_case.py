@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 import ultra_patches
-from ultra_patches import overlay, probes, received
+from ultra_patches import received
+from ultra_patches.core import overlay
+from ultra_patches.reload import toys as probes
 
 EXPERTS, HIDDEN, INTER, LAYERS = 64, 1024, 256, 4
 

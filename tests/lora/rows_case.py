@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.lora import rows
-from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 SEEN: set[tuple[int, int, int]] = set()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from compat import fetch
-from ultra_patches import facts
+from ultra_patches.core import facts
 
 
 def tree(project: str, release: str) -> Path:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from examples.grpo import megatron_on_cpu
 from examples.grpo.plain_layers import PLAIN
-from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 _SETTINGS = PLAIN | {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "use_cpu_initialization": True}
 

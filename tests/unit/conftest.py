@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from ultra_patches import hooks
+from ultra_patches.core import hooks
 
 from .site_dir import Site, write_module
 

@@ -59,7 +59,7 @@ def declare(patch_id: str, *targets: Any, **fields: Any) -> Any:
 
 def known(verdict: str, *patches: Any, release: str = "0.20.0") -> None:
     """Put what is on disk now into the lock: these patches were measured so on a release with these sources."""
-    from ultra_patches import evidence, gate, lock
+    from ultra_patches.core import evidence, gate, lock
 
     before = lock.load()
     functions: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
@@ -76,13 +76,13 @@ def known(verdict: str, *patches: Any, release: str = "0.20.0") -> None:
 
 def nothing_known() -> None:
     """An empty lock: every source is in no known release."""
-    from ultra_patches.lock import Lock
+    from ultra_patches.core.lock import Lock
 
     _set_lock(Lock({}, {}, {}))
 
 
 def _set_lock(made: Any) -> None:
-    from ultra_patches import lock
+    from ultra_patches.core import lock
 
     lock.load = lambda: made  # type: ignore[assignment] # what was measured on stubs, in place of lock.json
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ultra_patches import apply
+from ultra_patches.core import apply
 from ultra_patches.patch import Target
 
 Load = Callable[[str, str], ModuleType]

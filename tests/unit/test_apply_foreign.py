@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import wrapt
 
-from ultra_patches import apply
+from ultra_patches.core import apply
 from ultra_patches.patch import Target
 
 from .stub import correct

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultra_patches import doctor
+from ultra_patches.report.doctor import checks as doctor
+from ultra_patches.report.doctor import examine
 
 from .site_dir import PROJECT, Ended, Site
 
@@ -127,7 +128,7 @@ _text = st.text(max_size=20) | st.text(["\udcff", "\x85", "\n", ",", "a"], max_s
 )
 @settings(max_examples=25)
 def test_no_environment_is_too_odd(env: dict[str, str]) -> None:
-    found = doctor.examine(env)
+    found = examine(env)
     assert [f.severity for f in found] == sorted((f.severity for f in found), reverse=True)
     for finding in found:
         assert all(len(text.splitlines()) == 1 and text.encode() for text in astuple(finding)), finding

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import compile_salt, doctor_caches
+from ultra_patches.bias import compile_salt
+from ultra_patches.report.doctor import caches as doctor_caches
 
 ONE, TWO = frozenset({"one"}), frozenset({"one", "two"})
 

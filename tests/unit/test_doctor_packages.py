@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import doctor
+from ultra_patches.report.doctor import checks as doctor
+from ultra_patches.report.doctor import facts as gathered
 
 from .site_dir import PROJECT, Site, write_distribution, write_module
 from .test_doctor import META, call, declare_toy, findings, install_overlay, only, own_entry_points
@@ -117,7 +118,7 @@ def test_a_patch_that_the_metadata_does_not_know(both: Site) -> None:
     own = ["one", "two"]
     points = {(group, "ultra_patches", value) for group, value in doctor._LOADED_BY}
     points.add(("ultra_patches.patches", "one", "ultra_patches.patches.one:PATCH"))
-    (installed,) = doctor.doctor_facts.installed("ultra-patches")
+    (installed,) = gathered.installed("ultra-patches")
     (found,) = doctor.check_entry_points([installed], points, own, PROJECT / "ultra_patches", vllm=False)
     assert (found.severity, found.means) == ("problem", "not set: two")
 

@@ -12,7 +12,7 @@ from .test_doctor import META, call, declare_toy, findings, install_overlay, onl
 EXAMINE = """
 def examine():
     from dataclasses import asdict
-    from ultra_patches.doctor import examine
+    from ultra_patches.report.doctor import examine
     return [asdict(finding) for finding in examine()]
 """
 FOREIGN = """

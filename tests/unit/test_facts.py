@@ -9,7 +9,7 @@ import pytest
 from .site_dir import Site, write_distribution, write_module
 
 LOCATE = """
-from ultra_patches import facts
+from ultra_patches.core import facts
 
 def located(name="vllm"):
     found = facts.locate(name)
@@ -140,7 +140,7 @@ def test_megatron_split_over_two_folders(site: Site, tmp_path: Path) -> None:
     (core / "megatron" / "training" / "training.py").touch()
     site.before += [core, bridge]
     seen = site.ask("""
-        from ultra_patches import facts
+        from ultra_patches.core import facts
         modules = {"megatron-core": ["megatron.core", "megatron.core.sub.leaf", "megatron.training.training"],
                    "megatron-bridge": ["megatron.bridge.sub", "megatron.bridge.sub.leaf", "megatron.bridge.absent"]}
         paths = {n: [facts.locate(n).path_of(m) for m in ms] for n, ms in modules.items()}
@@ -161,7 +161,7 @@ def test_a_module_in_two_forms_is_the_one_that_an_import_takes(site: Site) -> No
     site.write("vllm.reload", "# left over from before it became a package")
     seen = site.ask("""
         import importlib
-        from ultra_patches import facts
+        from ultra_patches.core import facts
         report([str(facts.locate("vllm").path_of("vllm.reload")), importlib.import_module("vllm.reload").__file__])
     """)
     assert seen[0] == seen[1]
@@ -175,7 +175,7 @@ def test_looking_imports_nothing(site: Site) -> None:
     (site.root / "megatron" / "__init__.py").unlink()
     seen = site.ask("""
         import sys
-        from ultra_patches import facts
+        from ultra_patches.core import facts
         keys = {"vllm": "vllm.a.b:f", "megatron-core": "megatron.core.a:f", "megatron-bridge": "megatron.bridge.a:f"}
         found = [facts.locate(name) for name in keys]
         read = [facts.read_source(upstream, keys[upstream.name]) for upstream in found]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import facts
+from ultra_patches.core import facts
 
 KEY = "vllm.meta:f"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import fingerprint
+from ultra_patches.core import fingerprint
 
 PLAIN = """\
 def f(a, b=1):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import fingerprint
+from ultra_patches.core import fingerprint
 
 from .site_dir import PROJECT
 
@@ -43,7 +43,7 @@ NAMES = {"method": "A.f"}
 #: Printed by any interpreter that can read the overlay's sources.
 SCRIPT = """
 import json, sys
-from ultra_patches import fingerprint
+from ultra_patches.core import fingerprint
 sources = {key: fingerprint.read(text, name) for key, (text, name) in json.load(sys.stdin).items()}
 print(json.dumps({key: [s.digest, s.signature, s.decorated] for key, s in sources.items()}))
 """

@@ -7,12 +7,12 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.facts import Upstream
-from ultra_patches.fingerprint import Source
-from ultra_patches.gate import Action, Evidence, State, decide
-from ultra_patches.lock import Lock
+from ultra_patches.core.facts import Upstream
+from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.gate import Action, Evidence, State, decide
+from ultra_patches.core.lock import Lock
 from ultra_patches.patch import Patch, Target, Variant, Verdict
-from ultra_patches.settings import Settings
+from ultra_patches.core.settings import Settings
 
 from .stub import correct, declare
 from .test_gate import FIXED, KEY, NEW, OLD, lock, sources, upstream

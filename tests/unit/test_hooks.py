@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ultra_patches import hooks
+from ultra_patches.core import hooks
 
 Write = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("own_hooks")

@@ -8,7 +8,7 @@ from .site_dir import Site
 
 SCRIPT = """
 import importlib, sys, wrapt
-from ultra_patches import hooks
+from ultra_patches.core import hooks
 
 calls = []
 def theirs():

@@ -17,7 +17,7 @@ PROGRAM = """
 import importlib, sys, warnings
 warnings.simplefilter("ignore")
 import ultra_patches
-from ultra_patches import overlay
+from ultra_patches.core import overlay
 overlay.disarm()
 META = {meta!r}
 kept = []

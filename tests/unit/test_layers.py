@@ -76,7 +76,7 @@ def test_one_that_is_set_later_goes_under_those_that_come_over_it(vllm: Site) ->
         import ultra_patches, vllm.user, {META} as meta
         before = meta.f()
         del os.environ["ULTRA_PATCHES_DISABLE"]
-        from ultra_patches import overlay
+        from ultra_patches.core import overlay
         overlay.arm()
         report([before, meta.f(), vllm.user.f(), [row(name)["state"] for name in "abc"]])
     """) == ["-bc", "-abc", "-abc", ["applied-late", "applied", "applied"]]
@@ -98,7 +98,7 @@ def test_a_thousand_arms_and_reverts_leave_the_process_as_it_was(vllm: Site) -> 
         import {META} as meta, vllm.user
         original = meta.f
         import ultra_patches
-        from ultra_patches import overlay
+        from ultra_patches.core import overlay
         overlay.disarm()
         def look():
             gc.collect()

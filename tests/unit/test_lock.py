@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ultra_patches.lock import Lock, parse
+from ultra_patches.core.lock import Lock, parse
 
 DATA = {
     "format": 1,

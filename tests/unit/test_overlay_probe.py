@@ -105,8 +105,8 @@ def test_a_reload_of_one_of_the_modules_leaves_it_applied(vllm: Site, module: st
 def test_a_verdict_of_verify_is_taken_instead(vllm: Site, kept: str, state: str) -> None:
     vllm.declare("toy = declare('toy', (META, 'f'))", "toy")
     vllm.ask(f"""
-        from ultra_patches import evidence, verdicts
-        from ultra_patches.ledger import entries
+        from ultra_patches.core import evidence, verdicts
+        from ultra_patches.core.ledger import entries
         from ultra_patches.patch import Verdict
         patch = entries["toy"].patch
         report(verdicts.keep(patch, evidence.sources_of(patch), Verdict.{kept}))

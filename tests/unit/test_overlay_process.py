@@ -25,7 +25,7 @@ def test_arming_imports_no_upstream_and_nothing_heavy(vllm: Site) -> None:
     loaded = vllm.ask("""
         import sys, ultra_patches
         heavy = ("vllm", "megatron", "torch", "numpy", "ray", "packaging", "rich")
-        report([sorted({m.split(".")[0] for m in sys.modules} & set(heavy)), len(ultra_patches.ledger.entries) >= 8])
+        report([sorted({m.split(".")[0] for m in sys.modules} & set(heavy)), len(ultra_patches.core.ledger.entries) >= 8])
     """)
     assert loaded == [[], True]
 
@@ -163,7 +163,7 @@ def test_disarming_puts_everything_back(vllm: Site) -> None:
         import sys
         before = list(sys.meta_path)
         import ultra_patches, {META} as meta
-        ultra_patches.overlay.disarm()
+        ultra_patches.core.overlay.disarm()
         report([sys.meta_path == before, meta.f(), ultra_patches.status()])
     """)
     assert (same, value, rows) == (True, "upstream", [])

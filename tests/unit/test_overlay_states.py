@@ -221,7 +221,7 @@ def test_arming_twice_changes_nothing(vllm: Site) -> None:
     one, two = vllm.ask(f"""
         import {LAYERWISE}, ultra_patches
         before = row("toy")
-        ultra_patches.overlay.arm()
+        ultra_patches.core.overlay.arm()
         report([before, row("toy")])
     """)
     assert one == two

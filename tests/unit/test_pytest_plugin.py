@@ -93,7 +93,7 @@ def test_a_fixture_may_import_the_upstream(project: Site, tmp_path: Path) -> Non
 import sys
 del sys.modules["{META}"]
 import ultra_patches
-ultra_patches.overlay.disarm(); ultra_patches.overlay.arm()
+ultra_patches.core.overlay.disarm(); ultra_patches.core.overlay.arm()
 
 @pytest.fixture
 def upstream():

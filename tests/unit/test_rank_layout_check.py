@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.rank_layout import Layout, Selected, check
+from ultra_patches.transfer.layout import Layout, Selected, check
 
 ITEMSIZE = {"torch.uint8": 1, "bfloat16": 2, "float32": 4}
 WHERE = re.escape("weights from rank 3 on GPU GPU-a: ")

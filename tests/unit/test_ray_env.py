@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import UltraPatchesError, overlay
+from ultra_patches import UltraPatchesError
+from ultra_patches.core import overlay
 from ultra_patches.entrypoints import ray as entry
 from ultra_patches.entrypoints.ray import HOOK, USER_HOOK, VLLM_PREFIXES, Chained, runtime_env
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import lock as real_lock
-from ultra_patches import retire
+from ultra_patches.core import lock as real_lock
+from ultra_patches.report import retire
 from ultra_patches.errors import UltraPatchesError
-from ultra_patches.lock import AFFECTED, UNAFFECTED, Lock
+from ultra_patches.core.lock import AFFECTED, UNAFFECTED, Lock
 from ultra_patches.patch import Patch
-from ultra_patches.retire import Dependent, Row
+from ultra_patches.report.retire import Dependent, Row
 
 from .stub import declare
 
@@ -259,7 +259,7 @@ def test_of_what_is_locked_only_the_unaffected_goes() -> None:
 
 def test_no_rich_and_no_upstream_is_imported() -> None:
     code = (
-        "import sys; from ultra_patches.retire import retire; retire();"
+        "import sys; from ultra_patches.report.retire import retire; retire();"
         " print(sorted({'rich', 'torch', 'vllm', 'megatron'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

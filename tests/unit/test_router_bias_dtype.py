@@ -12,7 +12,7 @@ from hypothesis import given  # noqa: E402 # torch decides whether the module is
 from hypothesis import strategies as st  # noqa: E402
 
 from ultra_patches import UltraPatchesWarning, sync_dtype  # noqa: E402
-from ultra_patches.router_bias import warn_if_rounded  # noqa: E402
+from ultra_patches.bias.rule import warn_if_rounded  # noqa: E402
 
 BIAS = "model.layers.3.mlp.gate.e_score_correction_bias"
 WEIGHT = "model.layers.3.mlp.gate.weight"

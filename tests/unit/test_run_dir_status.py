@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import run_report
+from ultra_patches.report import run_dir as run_report
 
 from .site_dir import Site
 from .stub import LAYERWISE

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import run_report, rundir
+from ultra_patches.report import run_dir as run_report
+from ultra_patches.run_dir import writer as rundir
 from ultra_patches.errors import UltraPatchesError
-from ultra_patches.gate import BAD, State
-from ultra_patches.ledger import PatchStatus
-from ultra_patches.run_report import Report
-from ultra_patches.rundir import IN_FORCE, Process
+from ultra_patches.core.gate import BAD, State
+from ultra_patches.core.ledger import PatchStatus
+from ultra_patches.report.run_dir import Report
+from ultra_patches.run_dir.writer import IN_FORCE, Process
 
 STATES = [state.value for state in State]
 _numbers = itertools.count(1)

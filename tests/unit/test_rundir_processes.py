@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import run_report
+from ultra_patches.report import run_dir as run_report
 
 from .site_dir import PROJECT
 
@@ -27,7 +27,8 @@ package.__path__ = [{str(PROJECT / "ultra_patches")!r}]
 package.__version__ = "0.1.0"
 sys.modules["ultra_patches"] = package
 from types import SimpleNamespace
-from ultra_patches import run_report, rundir
+from ultra_patches.report import run_dir as run_report
+from ultra_patches.run_dir import writer as rundir
 
 def rows(state="applied", reason="why"):
     value = SimpleNamespace(value=state)

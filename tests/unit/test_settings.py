@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches import settings
+from ultra_patches.core import settings
 
 IDS = ("vllm-ipc-rank-layout", "vllm-mamba-conv-weights", "vllm-reload-numel-guard")
 

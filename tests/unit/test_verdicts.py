@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches import verdicts
-from ultra_patches.fingerprint import Source
+from ultra_patches.core import verdicts
+from ultra_patches.core.fingerprint import Source
 from ultra_patches.patch import Patch, Verdict
 
 from .stub import declare

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultra_patches.verify import Run, judge
+from ultra_patches.proving.verify import Run, judge
 
 from .site_dir import Site, write_module
 from .stub import META

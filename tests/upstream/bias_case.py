@@ -17,7 +17,7 @@ from typing import Any
 import ultra_patches
 from tests.support import megatron_cpu
 from ultra_patches import UltraPatchesWarning
-from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 EXPERTS = 512
 

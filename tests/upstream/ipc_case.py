@@ -15,7 +15,8 @@ from typing import Any
 if sys.argv[1] == "off":
     os.environ["ULTRA_PATCHES"] = "off"
 import ultra_patches
-from ultra_patches import apply, probe_ipc
+from ultra_patches.core import apply
+from ultra_patches.transfer import probe as probe_ipc
 
 Weights = list[tuple[str, Any]]
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import ultra_patches
-from ultra_patches import probes
+from ultra_patches.reload import toys as probes
 from ultra_patches.errors import UltraPatchesError
 
 RELOAD = "vllm.model_executor.model_loader.reload"

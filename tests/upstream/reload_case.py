@@ -101,7 +101,7 @@ ORDERS = {
 
 def _force(patch_id: str) -> None:
     """Set a patch where the gate would not: shows what the gate holds back."""
-    from ultra_patches import apply, discover
+    from ultra_patches.core import apply, discover
 
     for target in discover.patches()[0][patch_id].variants[0].targets:
         apply.apply(patch_id, importlib.import_module(target.module), target, decorated=False, late=True)

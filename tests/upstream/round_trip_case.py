@@ -20,7 +20,7 @@ import ultra_patches
 from tests.support import megatron_cpu
 from tests.upstream.bias_case import EXPERTS, look, trained
 from ultra_patches import UltraPatchesError
-from ultra_patches.probe_bias import stand_in_for_gpu_packages
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 MODULES = ("megatron.core.transformer.module", "megatron.bridge.models.conversion.model_bridge")
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ultra_patches
-from ultra_patches import probes
-from ultra_patches.abandoned_session import ATOMIC
+from ultra_patches.reload import toys as probes
+from ultra_patches.reload.abandoned import ATOMIC
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 #: What a layer can hold. A name says how it behaves.

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import ultra_patches
-from ultra_patches import overlay
+from ultra_patches.core import overlay
 
 WORKER = "vllm.v1.worker.gpu_worker"
 

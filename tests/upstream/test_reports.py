@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ultra_patches import discover
+from ultra_patches.core import discover
 
 pytestmark = pytest.mark.upstream
 REPORTED = {patch.id: patch.report for patch in discover.patches()[0].values() if patch.report is not None}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import releases
-from ultra_patches.ledger import entries
-from ultra_patches.verify import Run, run_probes
+from ultra_patches.core.ledger import entries
+from ultra_patches.proving.verify import Run, run_probes
 
 pytestmark = pytest.mark.upstream
 ROOT = Path(__file__).parents[2]

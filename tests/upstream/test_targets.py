@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support import Run, states
-from ultra_patches.compile_salt import patches_of
+from ultra_patches.bias.compile_salt import patches_of
 
 pytestmark = pytest.mark.upstream
 RELEASES = ("0.16.0", "0.20.2", "0.22.1", "0.26.0", "0.28.0", "0.33.0")

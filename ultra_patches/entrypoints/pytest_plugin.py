@@ -12,7 +12,7 @@ from collections.abc import Generator
 import pytest
 
 import ultra_patches
-from ultra_patches.gate import State
+from ultra_patches.core.gate import State
 
 
 def pytest_configure(config: pytest.Config) -> None:

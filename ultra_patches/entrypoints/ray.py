@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ultra_patches import overlay, settings
+from ultra_patches.core import overlay, settings
 from ultra_patches.errors import UltraPatchesError
 
 HOOK = f"{__name__}.setup"

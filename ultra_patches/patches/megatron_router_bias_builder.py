@@ -6,9 +6,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.keep_fp32 import hold, put_back
+from ultra_patches.bias.hold import hold, put_back
 from ultra_patches.patch import Finding, Patch, Target, Variant
-from ultra_patches.probe_bias import judge, toy_config, toy_router
+from ultra_patches.bias.probe import judge, toy_config, toy_router
 
 _MODULE = "megatron.training.models.dist_utils"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from ultra_patches import rank_transfer
+from ultra_patches.transfer import exchange as rank_transfer
 from ultra_patches.patch import Finding, Patch, Target, Variant
 
 _MODULE = "vllm.distributed.weight_transfer.ipc_engine"
@@ -149,7 +149,7 @@ def _deliver(module: ModuleType, args: Any, fields: dict[str, Any]) -> None:
 
 def probe() -> Finding:
     """Two ranks send the same parameters in different orders to two workers."""
-    from ultra_patches.probe_ipc import probe as run
+    from ultra_patches.transfer.probe import probe as run
 
     return run()
 

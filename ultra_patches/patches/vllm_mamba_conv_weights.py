@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, load, parameter, poisoned, record, session
+from ultra_patches.reload.toys import LAYERWISE, load, parameter, poisoned, record, session
 
 _META = "vllm.model_executor.model_loader.reload.meta"
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.probes import poisoned
+from ultra_patches.reload.toys import poisoned
 
 _MODULE = "vllm.distributed.weight_transfer.packed_tensor"
 _NAMES = ("packed_nccl_broadcast_consumer", "packed_broadcast_consumer")
@@ -46,7 +46,7 @@ def probe() -> Finding:
     """Receive two packs on streams that are as late as a GPU may be; the first is read when the second has come."""
     import torch
 
-    from ultra_patches.cpu_streams import Group, streams
+    from ultra_patches.stand_ins.streams import Group, streams
 
     module = importlib.import_module(_MODULE)
     consume = next(getattr(module, name) for name in _NAMES if hasattr(module, name))

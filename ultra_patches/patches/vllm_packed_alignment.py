@@ -81,7 +81,7 @@ def probe() -> Finding:
     """Receive three bf16 values, an empty tensor, a scalar and an fp32 router bias in one pack."""
     import torch
 
-    from ultra_patches.cpu_streams import Group, streams
+    from ultra_patches.stand_ins.streams import Group, streams
 
     module: Any = importlib.import_module(_MODULE)
     tensors = {

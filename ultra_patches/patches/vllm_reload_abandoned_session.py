@@ -8,13 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, begin, load, parameter, poisoned, record, session
+from ultra_patches.reload.toys import LAYERWISE, begin, load, parameter, poisoned, record, session
 
 _WORKER = "vllm.v1.worker.gpu_worker"
 
 
 def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches import abandoned_session
+    from ultra_patches.reload import abandoned as abandoned_session
 
     def initialize_layerwise_reload(model: Any) -> None:
         abandoned_session.forget_session(module, model)
@@ -25,7 +25,7 @@ def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callab
 
 
 def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches import abandoned_session
+    from ultra_patches.reload import abandoned as abandoned_session
 
     def _layerwise_process(layer: Any, info: Any) -> None:
         abandoned_session.process(original, layer, info)
@@ -34,7 +34,7 @@ def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[
 
 
 def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches import abandoned_session
+    from ultra_patches.reload import abandoned as abandoned_session
 
     def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
         with (
@@ -47,7 +47,7 @@ def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable
 
 
 def build_worker(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches import abandoned_session
+    from ultra_patches.reload import abandoned as abandoned_session
 
     def update(*args: Any, **kwargs: Any) -> Any:
         layerwise = importlib.import_module(LAYERWISE)

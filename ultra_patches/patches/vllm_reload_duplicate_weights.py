@@ -6,9 +6,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ultra_patches import reload_session
+from ultra_patches.reload import session as reload_session
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, META, load, parameter, poisoned, record, session
+from ultra_patches.reload.toys import LAYERWISE, META, load, parameter, poisoned, record, session
 
 #: What has been loaded of a parameter in this session, kept on the meta tensor that stands for it.
 _LOADED = "ultra_loaded"
@@ -30,7 +30,7 @@ def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[
 def build_count(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     import torch
 
-    from ultra_patches.loaded_regions import Loaded, Writes
+    from ultra_patches.reload.regions import Loaded, Writes
 
     # Since 0.31 a parameter may say that some of its elements are padding which no checkpoint has.
     numel_of: Callable[..., int] = getattr(module, "get_tensor_load_numel", torch.Tensor.numel)

@@ -7,11 +7,11 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, load, parameter, poisoned, record, session
+from ultra_patches.reload.toys import LAYERWISE, load, parameter, poisoned, record, session
 
 
 def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches import partial_reload
+    from ultra_patches.reload import partial as partial_reload
 
     def _layerwise_process(layer: Any, info: Any) -> None:
         if info.kernel_tensors is None or partial_reload.is_complete(module, layer, info):

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, META, load, parameter, poisoned, record, session
+from ultra_patches.reload.toys import LAYERWISE, META, load, parameter, poisoned, record, session
 
 
 def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:

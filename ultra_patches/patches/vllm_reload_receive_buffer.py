@@ -9,7 +9,7 @@ from typing import Any
 
 from ultra_patches import received
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
-from ultra_patches.probes import LAYERWISE, begin, finish, load, parameter, poisoned, record
+from ultra_patches.reload.toys import LAYERWISE, begin, finish, load, parameter, poisoned, record
 
 _TRANSFER = "vllm.distributed.weight_transfer"
 

@@ -1,0 +1,1 @@
+"""What decides and sets a patch. Imports no upstream and no torch."""

@@ -1,0 +1,183 @@
+"""Decide whether a patch is to be set. Frozen data in, a decision out; imports no upstream and touches no file.
+
+A version only helps to explain. What decides is the source of the functions that are installed: the same lines as in a
+release that was measured get that release's verdict, other lines are probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ultra_patches.core.facts import Upstream
+from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.lock import AFFECTED, Lock
+from ultra_patches.patch import Patch, Variant, Verdict
+from ultra_patches.core.settings import Settings
+
+
+class State(str, Enum):
+    """What a user reads. Only `applied` and `applied-late` say that the correction is in force."""
+
+    NOT_INSTALLED = "not-installed"
+    NOT_NEEDED = "not-needed"
+    DISABLED = "disabled"
+    ARMED = "armed"
+    APPLIED = "applied"
+    APPLIED_LATE = "applied-late"
+    DRIFTED = "drifted"
+    CONFLICT = "conflict"
+    FAILED = "failed"
+    REVERTED = "reverted"
+
+
+#: States after which generation may be garbage: a needed correction is not in force.
+BAD = frozenset({State.DRIFTED, State.CONFLICT, State.FAILED})
+
+
+class Action(str, Enum):
+    """What is to be done when the target's module has been executed."""
+
+    NOTHING = "nothing"
+    APPLY = "apply"
+    PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`state` is what to report until the targets are imported; `variant` is what to set then."""
+
+    action: Action
+    state: State
+    reason: str
+    variant: Variant | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything the gate looks at for one patch. `sources` holds each target and watched function found on disk."""
+
+    upstream: Upstream | None
+    sources: Mapping[str, Source]
+    #: The verdict that `ultra-patches verify` kept for exactly these sources, if it did.
+    remembered: Verdict | None = None
+    #: Why a patch in `requires` is not in force, None where each of them is or is not needed.
+    blocked: tuple[State, str] | None = None
+
+
+def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]) -> dict[str, str]:
+    """The digest of each function the verdict depends on; the empty string where it does not exist.
+
+    Without a variant, all targets of all variants: none of them fits, and that is what identifies the release. What an
+    optional target does is no part of the verdict.
+    """
+    variants = patch.variants if variant is None else (variant,)
+    keys = dict.fromkeys([t.key for v in variants for t in v.required] + list(patch.watches))
+    return {key: sources[key].digest if key in sources else "" for key in keys}
+
+
+def choose(patch: Patch, sources: Mapping[str, Source]) -> Variant | None:
+    """The first variant of which every required target exists."""
+    return next((v for v in patch.variants if all(t.key in sources for t in v.required)), None)
+
+
+def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> Decision:
+    """Weigh the user's wish, what is installed, what was measured, and what a probe said, in this order."""
+    excluded = settings.excludes(patch.id)
+    if excluded:
+        return Decision(Action.NOTHING, State.DISABLED, excluded)
+    upstream = evidence.upstream
+    if upstream is None:
+        return Decision(Action.NOTHING, State.NOT_INSTALLED, f"{patch.upstream} is not installed")
+    variant = choose(patch, evidence.sources)
+    releases = lock.releases_with(upstream.name, digests(patch, variant, evidence.sources))
+    if variant is None and not _absent_there_too(upstream, releases, lock):
+        releases = ()
+    verdicts = {lock.verdicts.get(patch.id, {}).get(release) for release in releases}
+    if releases and verdicts == {AFFECTED} and variant is not None:
+        return _guarded(evidence, Decision(Action.APPLY, State.ARMED, _same_as(releases), variant))
+    if releases and AFFECTED not in verdicts and None not in verdicts:
+        why = _why_not_needed(patch, releases) if variant else "this release has none of the functions"
+        return Decision(Action.NOTHING, State.NOT_NEEDED, why)
+    return _guarded(evidence, _unknown(patch, evidence, lock, upstream, variant))
+
+
+def _absent_there_too(upstream: Upstream, releases: tuple[str, ...], lock: Lock) -> bool:
+    """Whether a function that is not there tells that this is like a release that has none either.
+
+    Absence identifies nothing: in a release after the last that was measured without the function it was moved or renamed,
+    and a source build may call itself 0.1.dev493.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    if not releases:
+        return False
+    newest = max(Version(r) for d in lock.functions[upstream.name].values() for rs in d.values() for r in rs)
+    without = [Version(release) for release in releases]
+    try:
+        return max(without) == newest or min(without) <= Version(upstream.version or "") <= max(without)
+    except InvalidVersion:
+        return False
+
+
+def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, variant: Variant | None) -> Decision:
+    here = f"{upstream.name} {upstream.version or 'of unknown version'}"
+    if variant is None:
+        gone = ", ".join(t.key for v in patch.variants for t in v.required if t.key not in evidence.sources)
+        return Decision(
+            Action.NOTHING,
+            State.DRIFTED,
+            f"{here} has no {gone} (renamed or moved?): run `ultra-patches explain {patch.id}` and report it",
+        )
+    if evidence.remembered is Verdict.CLEAN:
+        return Decision(Action.NOTHING, State.NOT_NEEDED, f"verify did not see the defect on this source of {here}")
+    changed = [
+        f"{t.key}{evidence.sources[t.key].signature}"
+        for t in variant.targets
+        if t.key in evidence.sources
+        and (known := lock.signatures_of(upstream.name, t.key))
+        and evidence.sources[t.key].signature not in known
+    ]
+    if changed:
+        return Decision(
+            Action.NOTHING,
+            State.DRIFTED,
+            f"{here} is called in another way ({', '.join(changed)}): upgrade ultra-patches or report it",
+        )
+    if evidence.remembered is Verdict.DEFECT:
+        return Decision(Action.APPLY, State.ARMED, f"verify saw the defect on this source of {here}", variant)
+    if patch.probe_after:
+        return Decision(
+            Action.PROBE, State.ARMED, f"source of {here} is in no known release: probed on import", variant
+        )
+    return Decision(
+        Action.NOTHING,
+        State.DRIFTED,
+        f"source of {here} is in no known release: run `ultra-patches verify {patch.id}` once, its verdict is kept",
+    )
+
+
+def _guarded(evidence: Evidence, decision: Decision) -> Decision:
+    """A patch that would uncover another defect waits for the one that corrects it."""
+    if evidence.blocked is None or decision.action is Action.NOTHING:
+        return decision
+    state, reason = evidence.blocked
+    return Decision(Action.NOTHING, state, reason)
+
+
+def _same_as(releases: tuple[str, ...]) -> str:
+    if len(releases) == 1:
+        return f"same source as in {releases[0]}, which is affected"
+    return f"same source as in {releases[0]} to {releases[-1]}, which are affected"
+
+
+def _why_not_needed(patch: Patch, releases: tuple[str, ...]) -> str:
+    if patch.fixed_in is not None and patch.fixed_in in releases:
+        return f"fixed upstream since {patch.fixed_in}"
+    from packaging.version import Version
+
+    # Locked releases are real ones, so they always parse.
+    if patch.fixed_in is not None and Version(releases[0]) >= Version(patch.fixed_in):
+        return f"fixed upstream since {patch.fixed_in}"
+    return f"never affected: same source as in {releases[0]}"

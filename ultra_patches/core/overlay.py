@@ -1,0 +1,275 @@
+"""Arm the patches in this process, set each when its upstream module has been executed, and tell what became of it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ultra_patches.core import apply, discover, facts, hooks, settings, stack as layers
+from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
+from ultra_patches.core.evidence import blocked_by, decision_for, sources_of, upstream_of
+from ultra_patches.core.gate import BAD, Action, Decision, State
+from ultra_patches.core.ledger import Entry, PatchStatus, entries
+from ultra_patches.patch import Patch, Target, Verdict
+
+if TYPE_CHECKING:
+    from ultra_patches.run_dir.writer import Writer
+
+_complained: set[str] = set()
+#: Keeps the file of this process in ULTRA_PATCHES_RUN_DIR; empty where that is not set.
+_writers: list[Writer] = []
+
+
+def arm() -> None:
+    """Read the declarations and watch the modules that hold their targets. Imports no upstream.
+
+    Raises UltraPatchesError in strict mode only: for a setting that means nothing, a declaration that cannot be read,
+    and a patch that is needed and cannot be set.
+    """
+    patches, complaints = discover.patches()
+    chosen = settings.read(patches)
+    if _own_command():
+        # It says by itself what is wrong with a setting, and must go on in strict mode to say why a patch is not set.
+        chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
+    for text in (*complaints, *chosen.complaints):
+        _complain(text, chosen)
+    for patch in _in_order(patches):
+        entries.setdefault(patch.id, Entry(patch))
+    if chosen.run_dir and not _writers and not _own_command():
+        from ultra_patches.run_dir.writer import Writer
+
+        _writers.append(Writer(chosen.run_dir, status))
+        for package, _, _ in facts.UPSTREAMS.values():
+            # So that who is killed has told what it imported, also where nothing is to be set.
+            hooks.watch(package, lambda *_: _proof(settings.read(entries)))
+    try:
+        _arm(patches, chosen)
+    finally:
+        _proof(chosen)
+
+
+def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
+    if chosen.mode == "off":
+        for entry in entries.values():
+            entry.record(State.DISABLED, "ULTRA_PATCHES=off when ultra_patches was imported")
+        return
+    if hooks.in_subinterpreter():
+        for entry in entries.values():
+            entry.record(State.DISABLED, "ultra_patches was imported in a sub-interpreter")
+        _complain(
+            "ultra_patches sets nothing in a sub-interpreter, into which torch cannot be imported either: use a process of its own",
+            chosen,
+        )
+        return
+    for module in dict.fromkeys(m for patch in patches.values() for m in patch.modules):
+        hooks.watch(module, _executed)
+    if chosen.mode == "strict":
+        for row in status():
+            if row.state in BAD:
+                _complain(f"{row.id} is {row.state.value}: {row.reason}", chosen)
+
+
+def _proof(chosen: settings.Settings) -> None:
+    """Tell the run directory what has become of the patches. Never raises, also in strict mode: it corrects nothing."""
+    for writer in _writers:
+        try:
+            said = writer.refresh()
+        except Exception as error:
+            said = f"ULTRA_PATCHES_RUN_DIR: {type(error).__name__}: {error}"
+        if said:
+            _complain(said, replace(chosen, mode="warn"))
+
+
+def _own_command() -> bool:
+    """Whether this process is `ultra-patches` or `python -m ultra_patches`."""
+    if sys.argv[:1] == ["-m"]:  # what Python puts there while it imports the package
+        return "ultra_patches" in sys.orig_argv
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
+
+
+def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
+    """Each patch after those that it requires or is set over, however long the chain."""
+    ordered: dict[str, Patch] = {}
+
+    def add(patch: Patch, above: frozenset[str]) -> None:
+        for other in (*patch.requires, *patch.over):
+            if other in patches and other not in above:
+                add(patches[other], above | {other})
+        ordered.setdefault(patch.id, patch)
+
+    for patch in patches.values():
+        add(patch, frozenset({patch.id}))
+    return list(ordered.values())
+
+
+def disarm() -> None:
+    """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
+    for entry in reversed(entries.values()):
+        layers.take_off(entry)
+    while _writers:
+        _writers.pop().stop()
+    hooks.unwatch_all()
+    entries.clear()
+    _complained.clear()
+
+
+def status() -> list[PatchStatus]:
+    """One row a patch, for this process, read back from the live functions."""
+    hooks.settle()
+    chosen = settings.read(entries)
+    return [_status(entry, chosen) for _, entry in sorted(entries.items())]
+
+
+def require(patch_id: str) -> None:
+    """Raise UltraPatchesError with the reason unless the patch is in force in this process or is not needed."""
+    _known(patch_id)
+    row = next(row for row in status() if row.id == patch_id)
+    if row.state in (State.APPLIED, State.APPLIED_LATE, State.NOT_NEEDED):
+        return
+    hint = f"; import {row.targets[0].partition(':')[0]} first" if row.state is State.ARMED and row.targets else ""
+    raise UltraPatchesError(f"{patch_id} is required but {row.state.value}: {row.reason}{hint}")
+
+
+def revert(patch_id: str) -> None:
+    """Put the upstream's functions back, also for the patches that need this one, and keep them so.
+
+    Raises UltraPatchesError for an unknown id, and where someone has replaced our function since.
+    """
+    entry = _known(patch_id)
+    for other in entries.values():
+        if patch_id in other.patch.requires and other.applied:
+            revert(other.patch.id)
+    try:
+        layers.take_off(entry)
+    except RuntimeError as error:
+        raise UltraPatchesError(f"{patch_id} cannot be reverted: {error}") from error
+    entry.record(State.REVERTED, "revert() was called in this process")
+    _proof(settings.read(entries))
+
+
+def _known(patch_id: str) -> Entry:
+    if patch_id not in entries:
+        raise UltraPatchesError(f"no patch is called {patch_id!r} ({settings.nearest(patch_id, entries)})")
+    return entries[patch_id]
+
+
+def _executed(module: ModuleType, late: bool) -> None:
+    chosen = settings.read(entries)
+    try:
+        _set_what_waits(module, late, chosen)
+    finally:
+        _proof(chosen)
+
+
+def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -> None:
+    concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
+    decisions = [(entry, decision_for(entry.patch, chosen)) for entry in concerned]
+    # Probes last: they must not run the functions of another patch that is half set.
+    for entry, decision in sorted(decisions, key=lambda pair: pair[1].action is Action.PROBE):
+        try:
+            _advance(entry, decision, module, late)
+        except apply.ForeignCodeError as error:
+            layers.give_up(
+                entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
+            )
+        except Exception as error:  # whatever went wrong must not end the user's import
+            text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
+            layers.give_up(entry, State.FAILED, text)
+    # Each comes after those that it requires, so that one pass is enough.
+    for entry in entries.values():
+        blocked = blocked_by(entry.patch, chosen, (entry.patch.id,)) if entry.applied and entry.patch.requires else None
+        if blocked is not None:
+            layers.give_up(entry, *blocked)
+        elif entry not in concerned:
+            continue
+        if entry.state in BAD:
+            _complain(f"{entry.patch.id} is {entry.state.value}: {entry.reason}", chosen)
+
+
+def _behaviour(patch: Patch) -> str:
+    """What the probe says of a function that someone else has set, where it can run here."""
+    if not patch.probe_after or not all(name in sys.modules for name in patch.modules):
+        return f" (`ultra-patches verify {patch.id}` says how it behaves)"
+    try:
+        finding = patch.probe()
+    except Exception as error:  # foreign code may do anything
+        return f" (the probe ends with {type(error).__name__} on it)"
+    said = {Verdict.CLEAN: "behaves well under", Verdict.DEFECT: "has the defect by"}.get(finding.verdict, "escapes")
+    return f" ({said} the probe: {finding.detail})"
+
+
+def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -> None:
+    entry.variant = decision.variant
+    if decision.variant is None:
+        entry.record(decision.state, decision.reason)
+        return
+    targets, required = decision.variant.targets, decision.variant.required
+    # What is set already stays decided: a probe would now run our own functions.
+    # After a failure all of them or none, also where the others were imported before.
+    together = entry.state in BAD
+    if decision.action is Action.PROBE and not entry.applied:
+        if not _shows_the_defect(entry, module, required):
+            return
+        together = True
+    ready = all(hooks.ready(target.module, module.__name__) for target in required)
+    for target in targets:
+        here = hooks.ready(target.module, module.__name__) if target.optional else ready
+        if (here if together else target.module == module.__name__) and _exists(target, entry):
+            changed = layers.put(entry, sys.modules[target.module], target, late=late or together)
+            entry.late |= late and changed
+    if all(target.key in entry.applied for target in required):
+        entry.record(State.APPLIED_LATE if entry.late else State.APPLIED, decision.reason)
+
+
+def _exists(target: Target, entry: Entry) -> bool:
+    return not target.optional or target.key in sources_of(entry.patch)
+
+
+def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, ...]) -> bool:
+    """Probe the installed code, and record what it says where that is not the defect."""
+    # What is still being executed has not all of its functions.
+    if not all(hooks.ready(n, module.__name__) for n in (*entry.patch.probe_after, *(t.module for t in targets))):
+        return False
+    finding = entry.patch.probe()
+    if finding.verdict is Verdict.DEFECT:
+        return True
+    clean = finding.verdict is Verdict.CLEAN
+    entry.record(State.NOT_NEEDED if clean else State.DRIFTED, f"the probe says: {finding.detail}")
+    return False
+
+
+def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
+    upstream = upstream_of(entry.patch.upstream)
+    shown = Entry(entry.patch, entry.state, entry.reason, entry.variant, dict(entry.applied), entry.late)
+    if entry.state is None:
+        decision = decision_for(entry.patch, chosen)
+        shown.variant = decision.variant
+        shown.record(decision.state, decision.reason)
+        if entry.applied and decision.variant is not None:
+            required = decision.variant.required
+            waiting = [t.module for t in required if t.key not in entry.applied]
+            shown.reason = f"{len(required) - len(waiting)} of {len(required)} targets set, waiting for {waiting[0]}"
+    elif entry.state in (State.APPLIED, State.APPLIED_LATE):
+        for applied in entry.applied.values():
+            replaced = apply.replaced_since(applied)
+            if replaced:
+                shown.record(State.CONFLICT, f"set by us, then replaced: {replaced}")
+    return shown.status(upstream.version if upstream else None)
+
+
+def _complain(text: str, chosen: settings.Settings) -> None:
+    if chosen.mode == "strict":
+        raise UltraPatchesError(text)
+    if text in _complained:
+        return
+    _complained.add(text)
+    try:
+        warnings.warn(text, UltraPatchesWarning, stacklevel=2)
+    except UltraPatchesWarning:
+        # Under -W error a warning would end the import of the upstream, which only strict mode may do.
+        print(f"ultra-patches: {text}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Each defect shown on the installed upstream, in fresh processes."""

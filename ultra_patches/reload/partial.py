@@ -1,0 +1,138 @@
+"""Finish a layer of which a session carries only a part: the rest keeps its values, or nothing of the layer changes.
+
+Imported only where vLLM's reload modules are, because it needs torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ultra_patches.errors import UltraPatchesError
+from ultra_patches.reload.regions import Region, Writes, unwritten
+
+
+class KeepError(UltraPatchesError):
+    """The kernel format of a layer does not allow to keep what was not sent."""
+
+
+def is_complete(module: ModuleType, layer: Any, info: Any) -> bool:
+    """Whether every element that can be loaded was sent. `module` is vLLM's reload.layerwise."""
+    if info.load_numel < info.load_numel_total:
+        return False
+    never_loaded: Container[str] = getattr(module, "SKIP_LOAD_TENSORS", getattr(module, "SKIP_TENSORS", ()))
+    return {n for n in module.get_layer_tensors(layer) if n not in never_loaded} <= {n for n, _ in info.loaded_weights}
+
+
+def finish(module: ModuleType, layer: Any, info: Any) -> None:
+    """What `_layerwise_process` does, over the old values instead of over uninitialised memory.
+
+    A parameter that is not wholly sent starts from its kernel tensor, which is right where both formats are the same.
+    Whether they are is seen afterwards: processing must have left the old elements as they were. Raises KeepError, with
+    the old tensors back in their places, where it has not.
+    """
+    parameters, buffers = info.kernel_tensors
+    old: dict[str, torch.Tensor] = {**parameters, **buffers}
+    method: Any = getattr(layer, "quant_method", None)
+    processed = isinstance(method, module.QuantizeMethodBase)
+    state = dict(vars(method)) if processed else {}
+    try:
+        _materialize(module, layer, info)
+        missing = _load(module, layer, info, old)
+        if processed:
+            vars(layer).pop("_already_called_process_weights_after_loading", None)
+            method.process_weights_after_loading(layer)
+            if hasattr(layer, "update_param_tp_status"):
+                layer.update_param_tp_status()
+            _check_kept(layer, old, missing)
+    except BaseException:
+        if processed:
+            vars(method).clear()
+            vars(method).update(state)
+        module._place_kernel_tensors(layer, info)
+        info.reset()
+        raise
+    for name, kernel in old.items():
+        new = module.get_layer_tensors(layer).get(name)
+        if new is not None and new is not kernel:
+            kernel.data.copy_(new)
+    module._place_kernel_tensors(layer, info)
+    info.reset()
+
+
+def _materialize(module: ModuleType, layer: Any, info: Any) -> None:
+    # Without the info until 0.18.
+    takes_info = len(inspect.signature(module.materialize_layer).parameters) > 1
+    module.materialize_layer(layer, info) if takes_info else module.materialize_layer(layer)
+
+
+def _load(module: ModuleType, layer: Any, info: Any, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Load what was sent over the old values. Gives, for each tensor that was not wholly sent, the mask of the rest.
+
+    None stands for a mask of everything.
+    """
+    tensors = module.get_layer_tensors(layer)
+    regions: dict[str, set[Region]] = {}
+    for name, tensor in tensors.items():
+        kernel = old.get(name)
+        if kernel is not None and kernel is not tensor and _alike(kernel, tensor):
+            tensor.data.copy_(kernel)
+        tensor.weight_loader = module._get_original_loader(tensor)
+    writes = Writes(fills=True)
+    for name, args in info.loaded_weights:
+        param = getattr(layer, name)
+        args.arguments["param"] = param
+        with writes.of(param):
+            param.weight_loader(*args.args, **args.kwargs)
+        regions.setdefault(name, set()).update(writes.regions)
+    masks = {name: unwritten(tensor, regions[name]) if name in regions else None for name, tensor in tensors.items()}
+    missing = {name: mask for name, mask in masks.items() if mask is None or mask.any()}
+    # What has no kernel tensor at all is scratch of the loading.
+    lost = [n for n in missing if n in old and not _alike(old[n], tensors[n])]
+    lost += [n for n in missing if n not in old and n in layer._parameters]
+    if lost:
+        raise KeepError(_refusal(layer, {name: missing[name] for name in lost}))
+    return missing
+
+
+def _check_kept(layer: Any, old: Mapping[str, torch.Tensor], missing: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise KeepError where processing has changed what was not sent."""
+    changed = {}
+    for name, mask in missing.items():
+        new = {**layer._parameters, **layer._buffers}.get(name)
+        if name not in old or new is None:
+            continue
+        kept = _alike(old[name], new) and _same(old[name].data, new.data, mask)
+        if not kept:
+            changed[name] = mask
+    if changed:
+        raise KeepError(_refusal(layer, changed))
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.shape == other.shape and one.dtype == other.dtype)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits where the mask is set: a NaN is no difference."""
+    if mask is not None:
+        one, other = one[mask], other[mask]
+    return bool(torch.equal(_bytes(one), _bytes(other)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _refusal(layer: Any, lost: Mapping[str, torch.Tensor | None]) -> str:
+    name = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None) or "a layer without a prefix"
+    parts = [f"{n} (all)" if mask is None else f"{n} ({int(mask.sum())} elements)" for n, mask in lost.items()]
+    return (
+        f"weight update refused for {name} ({type(layer).__name__}): the session does not carry {', '.join(parts)}, and "
+        "what the layer computes with is repacked, so that the old values cannot be kept. The layer is unchanged. Send "
+        "everything of this layer in one session"
+    )

@@ -1,0 +1,1 @@
+"""What a person reads: status, doctor, run folders, what may be retired."""

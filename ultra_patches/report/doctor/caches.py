@@ -1,0 +1,41 @@
+"""What `doctor` says of vLLM's compile caches: which were made under another set of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ultra_patches.bias import compile_salt
+from ultra_patches.report.doctor.finding import Finding
+from ultra_patches.core.evidence import decision_for
+from ultra_patches.core.gate import Action
+from ultra_patches.core.ledger import entries
+from ultra_patches.core.settings import Settings
+
+
+def root_of(environ: Mapping[str, str]) -> Path:
+    """Where vLLM keeps them: `VLLM_CACHE_ROOT`, else `vllm` in the user's cache folder."""
+    base = environ.get("XDG_CACHE_HOME") or Path("~", ".cache").expanduser()
+    return Path(environ.get("VLLM_CACHE_ROOT") or Path(base, "vllm")).expanduser()
+
+
+def salts(chosen: Settings) -> frozenset[str]:
+    """The patches that change what is traced and would be set here."""
+    return frozenset(
+        patch_id
+        for patch_id, entry in entries.items()
+        if any(target.name == "VllmConfig.compute_hash" for target in entry.patch.variants[0].targets)
+        and decision_for(entry.patch, chosen).action is not Action.NOTHING
+    )
+
+
+def check_caches(root: Path, expected: frozenset[str]) -> Iterator[Finding]:
+    """A cache of another patch set is not used, because the set is part of its key; it takes room and explains a recompilation."""
+    others: dict[Path, frozenset[str]] = {p: made for p, made in compile_salt.caches(root) if made != expected}
+    if not others:
+        return
+    sets = {", ".join(sorted(made)) or "no patch" for made in others.values()}
+    what = f"{len(others)} compile caches made with {' or with '.join(sorted(sets))}; here it is {', '.join(sorted(expected)) or 'no patch'}"
+    means = "they are not used here; one that is named by hand in compilation_config.cache_dir would be"
+    do = f"rm -r {next(iter(others)) if len(others) == 1 else root / 'torch_compile_cache'} frees the space"
+    yield Finding("compile caches", "note", what, str(root / "torch_compile_cache"), means, do)

@@ -1,0 +1,183 @@
+"""What a person reads out of a run's folder: which processes there were, and where they differ."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultra_patches.errors import UltraPatchesError
+from ultra_patches.run_dir.writer import _BAD, FORMAT, IN_FORCE, Process, process_of
+
+#: What vLLM calls those of its processes that load plug-ins.
+_ROLES = re.compile(r"EngineCore|VllmWorker")
+HEADINGS = ("host", "pid", "rank", "role", "imported", "digest", "patches")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A folder as it was read. `broken` has a line a file, `groups` the processes by upstream and digest."""
+
+    processes: tuple[Process, ...]
+    broken: tuple[str, ...] = ()
+
+    @property
+    def groups(self) -> dict[str, dict[str, tuple[Process, ...]]]:
+        found: dict[str, dict[str, tuple[Process, ...]]] = {}
+        for upstream, users in _users(self).items():
+            usual = _usual_kinds(upstream, users)
+            for user in users:
+                group = found.setdefault(upstream, {})
+                digest = user.digest(upstream, usual)
+                group[digest] = (*group.get(digest, ()), user)
+        return found
+
+
+def read(folder: str | os.PathLike[str]) -> Report:
+    """Read every file of a run. Raises UltraPatchesError where there is none, or one of another format."""
+    try:
+        names = sorted(
+            path.name for path in Path(folder).iterdir() if path.suffix == ".json" and not path.name.startswith(".")
+        )
+    except OSError as error:
+        raise UltraPatchesError(f"{os.fspath(folder)} cannot be read: {error.strerror}") from error
+    processes, broken = [], []
+    for name in names:
+        path = Path(folder, name)
+        try:
+            data = json.loads(_bytes(path))
+            if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+                by = f"ultra-patches {data.get('overlay')}"
+                raise UltraPatchesError(
+                    f"{path} has format {data['format']!r}, not {FORMAT}: read it with {by}, which wrote it"
+                )
+            processes.append(process_of(name, data))
+        except FileNotFoundError:  # deleted since it was listed
+            continue
+        except OSError as error:
+            broken.append(f"{name} cannot be read: {error.strerror}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            broken.append(f"{name} is no whole file of ultra-patches")
+    if not processes and not broken:
+        raise UltraPatchesError(
+            f"no process wrote to {os.fspath(folder)}: set ULTRA_PATCHES_RUN_DIR to it on every host"
+        )
+    return Report(tuple(sorted(processes, key=lambda p: (p.host, p.pid, p.file))), tuple(broken))
+
+
+def _bytes(path: Path) -> bytes:
+    for _ in range(3):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # on NFS: replaced by another host while it was open here
+                raise
+    return path.read_bytes()
+
+
+def _users(report: Report) -> dict[str, list[Process]]:
+    names = sorted({name for process in report.processes for name in process.imported})
+    return {name: [process for process in report.processes if name in process.imported] for name in names}
+
+
+def _usual(words: Iterable[str]) -> tuple[str, int]:
+    """The most frequent word and how often; of several, the one that says that a patch is in force."""
+    counts = Counter(words)
+    word = max(sorted(counts), key=lambda word: (counts[word], word == IN_FORCE, word != "not declared"))
+    return word, counts[word]
+
+
+def _usual_kinds(upstream: str, users: Sequence[Process]) -> dict[str, str]:
+    """What became of each patch in most processes that declare it and have come so far."""
+    ids = sorted({name for user in users for name, (of, _, _) in user.patches.items() if of == upstream})
+    settled = {name: [u.kind(name) for u in users if u.kind(name) not in ("armed", "not declared")] for name in ids}
+    return {name: _usual(kinds)[0] if kinds else IN_FORCE for name, kinds in settled.items()}
+
+
+def differences(report: Report) -> list[str]:
+    """A line for each process that imported an upstream and has not what most of the others have."""
+    lines: dict[str, None] = {}
+    for upstream, users in _users(report).items():
+        version, of_version = _usual(str(user.imported[upstream]) for user in users)
+        overlay, of_overlay = _usual(user.overlay for user in users)
+        kinds = {
+            patch_id: [usual if (kind := user.kind(patch_id)) == "armed" else kind for user in users]
+            for patch_id, usual in _usual_kinds(upstream, users).items()
+        }
+        for number, user in enumerate(users):
+            found = str(user.imported[upstream])
+            if found != version:
+                lines[f"{user.name}: {upstream} {found}, {version} in {of_version} of {len(users)}"] = None
+            if user.overlay != overlay:
+                lines[f"{user.name}: ultra-patches {user.overlay}, {overlay} in {of_overlay} of {len(users)}"] = None
+            for patch_id, all_kinds in kinds.items():
+                kind, of_kind = _usual(all_kinds)
+                mine = all_kinds[number]
+                # Another release may well need another correction; the release itself is named above.
+                if mine == kind or (found != version and {mine, kind} == {IN_FORCE, "not-needed"}):
+                    continue
+                why = f" ({user.patches[patch_id][2]})" if patch_id in user.patches else ""
+                lines[f"{user.name}: {patch_id} {user.kind(patch_id)}{why}, {kind} in {of_kind} of {len(users)}"] = None
+    return list(lines)
+
+
+def silent(report: Report) -> list[str]:
+    """A line for each process of vLLM, and each rank of a launcher, that must have been there and left no file."""
+    lines = []
+    here = {(process.host, process.pid) for process in report.processes}
+    for process in report.processes:
+        for pid, name in process.children:
+            if _ROLES.match(name) and (process.host, pid) not in here:
+                lines.append(
+                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it has not "
+                    "the overlay, or died before it could say so; look at VLLM_PLUGINS with `ultra-patches doctor`"
+                )
+    worlds: dict[tuple[str, int], set[int]] = {}
+    for process in report.processes:
+        if process.launched is not None:
+            rank, world, at = process.launched
+            worlds.setdefault((at, world), set()).add(rank)
+    for (at, world), ranks in sorted(worlds.items()):
+        missing = sorted(set(range(world)) - ranks)
+        if missing:
+            listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            lines.append(
+                f"rank {listed} of {world} at {at} left no file: without the overlay, or started before "
+                "ULTRA_PATCHES_RUN_DIR was set; `import ultra_patches` must come first in every rank"
+            )
+    return lines
+
+
+def problems(report: Report) -> list[str]:
+    """Everything that fails a run: differences, corrections that are nowhere in force, silent processes, broken files."""
+    lacking: dict[str, list[str]] = {}
+    for user in report.processes:
+        for patch_id, (upstream, state, reason) in user.patches.items():
+            if upstream in user.imported and state in _BAD:
+                lacking.setdefault(f"{patch_id} {state} ({reason})", []).append(user.name)
+    several = [f"{what} in {len(names)} processes, first {names[0]}" for what, names in sorted(lacking.items())]
+    return [*differences(report), *several, *silent(report), *report.broken]
+
+
+def table(report: Report) -> list[tuple[str, ...]]:
+    """One row of texts a process, under HEADINGS."""
+    digests = {
+        (user.file, name): digest
+        for name, group in report.groups.items()
+        for digest, users in group.items()
+        for user in users
+    }
+    rows: list[tuple[str, ...]] = []
+    for process in report.processes:
+        counts = Counter(map(process.kind, process.patches))
+        patches = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        imported = ", ".join(f"{name} {version or '?'}" for name, version in process.imported.items()) or "-"
+        shown = ", ".join(digests[process.file, name] for name in process.imported) or "-"
+        rank = "-" if process.rank is None else str(process.rank)
+        rows.append((process.host, str(process.pid), rank, process.role, imported, shown, patches))
+    return rows

@@ -1,0 +1,155 @@
+"""What the command line shows a person. The only module that imports rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ultra_patches.report import run_dir as run_report
+from ultra_patches.report.doctor import Finding
+from ultra_patches.core.gate import State
+from ultra_patches.core.ledger import PatchStatus
+from ultra_patches.patch import Patch
+from ultra_patches.report.retire import Row as Retirement
+from ultra_patches.report.run_dir import Report
+from ultra_patches.proving.verify import FAILURES, Row
+
+_COLOURS = {
+    "applied": "green",
+    "applied-late": "green",
+    "armed": "cyan",
+    "drifted": "bold red",
+    "conflict": "bold red",
+    "failed": "bold red",
+    "corrected": "green",
+    "inconclusive": "yellow",
+    **dict.fromkeys([*FAILURES, "problem"], "bold red"),
+}
+
+
+def _console() -> Console:
+    console = Console()
+    # Where the output is not a terminal there is no width to keep to, and a cut id is of no use.
+    return console if console.is_terminal else Console(width=132)
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, style=_COLOURS.get(word, "dim"))
+
+
+def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> None:
+    """The patches and their states, and which upstreams they were looked up in."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("patch", "installed", "state", "why"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("patch", "state"))
+    for row in rows:
+        installed = f"{row.upstream} {row.version or '?'}" if row.version else "-"
+        late = f"{row.rebound} references rebound; " if row.state is State.APPLIED_LATE else ""
+        table.add_row(row.id, installed, _coloured(row.state.value), late + row.reason)
+    console.print(table)
+    for upstream in upstreams:
+        console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")
+
+
+def run_dir(report: Report) -> None:
+    """One row for each process of a run."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for heading in run_report.HEADINGS:
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("pid", "rank"))
+    for row in run_report.table(report):
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def verify(
+    patches: Sequence[Patch], run: Callable[[Iterable[Patch], Callable[[str], None]], Iterator[Row]]
+) -> list[Row]:
+    """The table of `verify`, with a line that says what runs while it does."""
+    console = _console()
+    rows: list[Row] = []
+    with console.status("starting") as spinner:
+        for row in run(patches, lambda text: spinner.update(f"{len(rows) + 1}/{len(patches)} {text}")):
+            rows.append(row)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("patch", "installed", "without", "with", "verdict", "seen without / note"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("patch", "verdict"))
+    for row in rows:
+        without = row.without.verdict if row.without else "-"
+        with_patch = "-" if row.with_patch is None else row.with_patch.verdict
+        if (without, with_patch) == ("defect", "clean"):
+            with_patch = "gone"
+        note = row.note or (row.without.detail if row.without else "")
+        installed = f"{row.upstream} {row.version}" if row.version else "-"
+        table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), escape(note))
+    console.print(table)
+    return rows
+
+
+def retire(rows: Sequence[Retirement]) -> None:
+    """Which patches may go, on what evidence, and what to delete."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("patch", "may go", "evidence"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "patch")
+    for row in rows:
+        table.add_row(row.id, "yes" if row.retirable else "no", row.evidence)
+    console.print(table)
+    for row in filter(lambda row: row.retirable, rows):
+        console.print(f"{row.id}: delete {', '.join(row.files)} and the entry point {row.entry_point}", soft_wrap=True)
+        if row.tests:
+            console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
+
+
+def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> None:
+    """Each finding in full, or one line where there is none."""
+    console = _console()
+    for finding in findings:
+        # Unbroken, so that what is to be typed can be copied.
+        what = Text.assemble(_coloured(finding.severity), f" {finding.check}: {finding.what}")
+        console.print(what, soft_wrap=True, highlight=False)
+        for heading in ("where", "means", "do"):
+            line = Text.assemble((f"  {heading:6}", "dim"), getattr(finding, heading))
+            console.print(line, soft_wrap=True, highlight=False)
+    if not findings:
+        seen = (
+            ", ".join(f"{upstream['name']} {upstream['version']}" for upstream in upstreams) or "no upstream installed"
+        )
+        console.print(Text(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
+
+
+def explain(patch: Patch) -> None:
+    """One patch in full."""
+    console = _console()
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    replaced = "\n".join(f"{t.module}: {t.name} ({v.name})" for v in patch.variants for t in v.targets)
+    for name, value in (
+        ("patch", patch.id),
+        ("title", patch.title),
+        ("defect", patch.description),
+        ("hits", patch.who),
+        ("affected", f"{patch.upstream} {patch.affected}"),
+        ("fixed in", patch.fixed_in or "no release yet"),
+        ("report", patch.bug),
+        ("upstream", f"{patch.upstream_pr} ({patch.pr_state})"),
+        ("replaces", replaced),
+        ("needs", ", ".join(patch.requires) or "nothing else"),
+        ("set over", ", ".join(patch.over) or "nothing"),
+        ("goes when", patch.removal),
+        ("checked", patch.last_checked),
+        ("from", patch.origin),
+    ):
+        grid.add_row(name, escape(value))
+    if patch.report is not None:
+        report = patch.report
+        told = f"{report.title}\n\n{report.reproduction}\nExpected: {report.expected}.\n{report.change}"
+        grid.add_row("to file", escape(told))
+    console.print(grid)

@@ -1,0 +1,1 @@
+"""What each process of a run has, one file a process."""

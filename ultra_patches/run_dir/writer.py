@@ -1,0 +1,243 @@
+"""One JSON file a process under `ULTRA_PATCHES_RUN_DIR`, and what a person reads out of the folder afterwards.
+
+Made for a shared file system and processes that die at any time: a process writes its own file only, whole under a name
+that readers ignore, and renames it. There is no lock and nothing to clean up. Imported only where the variable is set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ultra_patches.run_dir import children
+from ultra_patches.core.facts import UPSTREAMS
+
+if TYPE_CHECKING:
+    from ultra_patches.core.ledger import PatchStatus
+
+FORMAT = 1
+IN_FORCE = "in force"
+_BAD = ("drifted", "conflict", "failed")  # as gate.BAD
+
+_started: dict[int, int] = {}
+_count = itertools.count()
+
+
+def write(folder: str | os.PathLike[str], rows: Sequence[PatchStatus], host: str | None = None) -> str | None:
+    """Write or replace the file of this process. One line where that cannot be done, None where it was."""
+    host = host or platform.node() or "unknown"
+    pid = os.getpid()
+    # The time tells a process from one that had its pid before, or has it in another container of the same name.
+    name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:100]}-{pid}-{_started.setdefault(pid, time.time_ns())}.json"
+    text = json.dumps(_content(rows, host, pid), indent=1)
+    temporary = Path(folder, f".{name}.{threading.get_ident()}.{next(_count)}.tmp")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("x", encoding="ascii") as file:
+                file.write(text)
+            temporary.replace(Path(folder, name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        return f"ULTRA_PATCHES_RUN_DIR={os.fspath(folder)!r} cannot be written ({why}): name a folder that every process may write"
+    return None
+
+
+def _content(rows: Sequence[PatchStatus], host: str, pid: int) -> dict[str, Any]:
+    overlay = str(getattr(sys.modules.get("ultra_patches"), "__version__", None))
+    upstreams = {
+        row.upstream: {
+            "version": row.version,
+            "imported": UPSTREAMS.get(row.upstream, (row.upstream.replace("-", "_"),))[0] in sys.modules,
+        }
+        for row in rows
+        if row.version is not None or row.state.value != "not-installed"
+    }
+    patches = {row.id: {"upstream": row.upstream, "state": row.state.value, "reason": row.reason} for row in rows}
+    content = {
+        "format": FORMAT,
+        "host": host,
+        "pid": pid,
+        "ppid": os.getppid(),
+        "rank": _rank(),
+        "role": _role(),
+        "launched": children.launched(),
+        "children": children.started(),
+        "python": platform.python_version(),
+        "overlay": overlay,
+        "upstreams": upstreams,
+        "patches": patches,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    process = process_of("", content)
+    # What is armed counts as set here; `read` knows what became of it in the others.
+    content["digest"] = {name: process.digest(name, {}) for name in process.imported}
+    return content
+
+
+def _own_name() -> str:
+    """The name that multiprocessing gave this process, empty for one that it did not start."""
+    loaded = sys.modules.get("multiprocessing.process")
+    name = str(loaded.current_process().name) if loaded and hasattr(loaded, "current_process") else ""
+    return "" if name == "MainProcess" else name
+
+
+def _rank() -> int | None:
+    distributed = sys.modules.get("torch.distributed")
+    with contextlib.suppress(Exception):  # torch may be in the middle of its import
+        if distributed is not None and distributed.is_initialized():
+            return int(distributed.get_rank())
+    worker = re.fullmatch(r"VllmWorker-(\d+)", _own_name())
+    # What vLLM calls its worker comes first: the environment is that of whoever started it.
+    for text in (worker[1] if worker else "", os.environ.get("RANK", ""), os.environ.get("LOCAL_RANK", "")):
+        if text.isascii() and text.isdigit():
+            return int(text)
+    return None
+
+
+def _role() -> str:
+    """What this process is, as it calls itself: its title, the name of the child process, or the program."""
+    with contextlib.suppress(OSError):
+        title = Path("/proc/self/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+        if "::" in title and "/" not in title:  # VLLM::EngineCore, ray::Actor.method
+            return title.split(".")[0]
+    if name := _own_name():
+        return name
+    given = sys.orig_argv
+    if sys.argv[:1] == ["-m"] and "-m" in given[:-1]:
+        return given[given.index("-m") + 1]
+    return (Path(sys.argv[0]).name if sys.argv else "") or "python"
+
+
+class Writer:
+    """Keeps the file of this process up to date, and gives a forked child its own."""
+
+    def __init__(self, folder: str, rows: Callable[[], Sequence[PatchStatus]], host: str | None = None) -> None:
+        self._folder = os.path.abspath(folder)  # noqa: PTH100 # the program may change its folder; resolve() would ask the disk
+        self._rows, self._host = rows, host
+        self._last: Sequence[PatchStatus] = ()
+        self._due = False
+        self._busy = threading.Lock()
+        self._stopped = False
+        atexit.register(self.refresh)
+        children.watch(self.refresh)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def refresh(self) -> str | None:
+        """Write what is so now. Never waits: who finds another thread, or itself, at it leaves it to that one."""
+        said = None
+        self._due = not self._stopped
+        while self._due and self._busy.acquire(blocking=False):
+            try:
+                self._due = False
+                self._last = self._rows()
+                said = write(self._folder, self._last, self._host)
+            finally:
+                self._busy.release()
+        return said
+
+    def stop(self) -> None:
+        """Write no more. What is written stays."""
+        self._stopped = True
+        children.unwatch()
+        atexit.unregister(self.refresh)
+
+    def _forked(self) -> None:
+        self._busy = threading.Lock()  # the thread that held it may not be here
+        if self._stopped:
+            return
+        self._again()
+        util = sys.modules.get("multiprocessing.util")
+        if util is not None:  # a child of multiprocessing gets its name later, and runs no atexit
+            util.register_after_fork(self, Writer._named)
+
+    def _named(self) -> None:
+        self._again()
+        sys.modules["multiprocessing.util"].Finalize(None, self.refresh, exitpriority=0)
+
+    def _again(self) -> None:
+        # Nothing is imported or asked here, as another thread of the parent may hold the lock of a module.
+        if not self._stopped:
+            write(self._folder, self._last, self._host)
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process wrote. `patches` holds (upstream, state, reason), `imported` the versions of what is loaded."""
+
+    file: str
+    host: str
+    pid: int
+    ppid: int
+    rank: int | None
+    role: str
+    python: str
+    overlay: str
+    time: str
+    imported: Mapping[str, str | None]
+    installed: Mapping[str, str | None]
+    patches: Mapping[str, tuple[str, str, str]]
+    #: The pid and the name of each process that it started through multiprocessing.
+    children: tuple[tuple[int, str], ...] = ()
+    #: Rank, world size and rendezvous that its launcher gave it.
+    launched: tuple[int, int, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.host} pid {self.pid} rank {'-' if self.rank is None else self.rank} ({self.role})"
+
+    def kind(self, patch_id: str) -> str:
+        """The state as far as it matters to others; `armed` fits whatever became of the patch elsewhere."""
+        state = self.patches[patch_id][1] if patch_id in self.patches else "not declared"
+        return IN_FORCE if state in ("applied", "applied-late") else state
+
+    def digest(self, upstream: str, usual: Mapping[str, str]) -> str:
+        """The same for the same release, overlay and patches. What is armed counts as `usual`, else as in force."""
+        ids = sorted(name for name, (of, _, _) in self.patches.items() if of == upstream)
+        kinds = [(name, usual.get(name, IN_FORCE) if self.kind(name) == "armed" else self.kind(name)) for name in ids]
+        text = json.dumps([upstream, self.imported.get(upstream), self.overlay, kinds])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def process_of(name: str, data: Mapping[str, Any]) -> Process:
+    installed = {str(key): value["version"] for key, value in data["upstreams"].items()}
+    imported = {key: version for key, version in installed.items() if data["upstreams"][key]["imported"]}
+    patches = {
+        str(key): (str(value["upstream"]), str(value["state"]), str(value["reason"]))
+        for key, value in data["patches"].items()
+    }
+    given = data.get("launched")
+    return Process(
+        file=name,
+        host=str(data["host"]),
+        pid=int(data["pid"]),
+        ppid=int(data["ppid"]),
+        rank=None if data["rank"] is None else int(data["rank"]),
+        role=str(data["role"]),
+        python=str(data["python"]),
+        overlay=str(data["overlay"]),
+        time=str(data["time"]),
+        imported=imported,
+        installed=installed,
+        patches=patches,
+        children=tuple((int(child["pid"]), str(child["name"])) for child in data.get("children", ())),
+        launched=(int(given["rank"]), int(given["world"]), str(given["at"])) if given else None,
+    )

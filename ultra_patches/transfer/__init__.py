@@ -1,0 +1,1 @@
+"""Weights on their way from trainer ranks to workers: layouts and their exchange."""

@@ -9,11 +9,11 @@ defect. `status()` says what is in force in this process.
 from __future__ import annotations
 
 from ultra_patches import received
-from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
+from ultra_patches.bias.rule import check_router_biases, sync_dtype
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.core.overlay import arm as _arm
 from ultra_patches.core.overlay import require, revert, status
-from ultra_patches.bias.rule import check_router_biases, sync_dtype
+from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 
 __all__ = [
     "PatchStatus",

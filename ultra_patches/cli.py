@@ -132,8 +132,8 @@ def _status(as_json: bool) -> int:
 def _run_dir(folder: str, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from ultra_patches.report import run_dir as run_report
     from ultra_patches.errors import UltraPatchesError
+    from ultra_patches.report import run_dir as run_report
 
     try:
         report = run_report.read(folder)
@@ -159,8 +159,8 @@ def _run_dir(folder: str, as_json: bool) -> int:
 
 
 def _explain(patch_id: str) -> int:
-    from ultra_patches.report import tables
     from ultra_patches.core.ledger import entries
+    from ultra_patches.report import tables
 
     tables.explain(entries[patch_id].patch)
     return 0
@@ -183,8 +183,8 @@ def _doctor(as_json: bool, imports: bool) -> int:
 
 
 def _retire(supported: list[str], as_json: bool) -> int:
-    from ultra_patches.report import tables
     from ultra_patches.errors import UltraPatchesError
+    from ultra_patches.report import tables
     from ultra_patches.report.retire import retire
 
     try:
@@ -200,9 +200,9 @@ def _retire(supported: list[str], as_json: bool) -> int:
 
 
 def _verify(ids: list[str], as_json: bool) -> int:
-    from ultra_patches.report import tables
     from ultra_patches.core.ledger import entries
     from ultra_patches.proving.verify import FAILURES, verify
+    from ultra_patches.report import tables
 
     patches = [entry.patch for patch_id, entry in sorted(entries.items()) if not ids or patch_id in ids]
     if as_json:

@@ -6,7 +6,9 @@ import pytest
 
 from .site_dir import Site, write_distribution
 
-LIST = "from ultra_patches import discover\nfound, complaints = discover.patches()\nreport([list(found), complaints])"
+LIST = (
+    "from ultra_patches.core import discover\nfound, complaints = discover.patches()\nreport([list(found), complaints])"
+)
 GROUP = "[ultra_patches.patches]\n"
 
 

@@ -11,8 +11,8 @@ from ultra_patches.core.facts import Upstream
 from ultra_patches.core.fingerprint import Source
 from ultra_patches.core.gate import Action, Evidence, State, decide
 from ultra_patches.core.lock import Lock
-from ultra_patches.patch import Patch, Target, Variant, Verdict
 from ultra_patches.core.settings import Settings
+from ultra_patches.patch import Patch, Target, Variant, Verdict
 
 from .stub import correct, declare
 from .test_gate import FIXED, KEY, NEW, OLD, lock, sources, upstream

@@ -229,7 +229,7 @@ def test_arming_twice_changes_nothing(vllm: Site) -> None:
 
 def test_arming_twice_does_not_make_it_late(vllm: Site) -> None:
     vllm.declare(AFFECTED, "toy")
-    state = vllm.ask(f"import ultra_patches, {META}\nultra_patches.overlay.arm()\nreport(row('toy')['state'])")
+    state = vllm.ask(f"import ultra_patches, {META}\nultra_patches.core.overlay.arm()\nreport(row('toy')['state'])")
     assert state == "applied"
 
 

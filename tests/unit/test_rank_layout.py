@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.transfer.layout import FORMAT, Layout, Part, agree, carries_layouts, message, select, upstream_handles
+from ultra_patches.transfer.layout import (
+    FORMAT,
+    Layout,
+    Part,
+    agree,
+    carries_layouts,
+    message,
+    select,
+    upstream_handles,
+)
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultra_patches.core import lock as real_lock
-from ultra_patches.report import retire
-from ultra_patches.errors import UltraPatchesError
 from ultra_patches.core.lock import AFFECTED, UNAFFECTED, Lock
+from ultra_patches.errors import UltraPatchesError
 from ultra_patches.patch import Patch
+from ultra_patches.report import retire
 from ultra_patches.report.retire import Dependent, Row
 
 from .stub import declare

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.errors import UltraPatchesError
 from ultra_patches.bias.rule import check_router_biases, is_router_bias
+from ultra_patches.errors import UltraPatchesError
 
 BIAS = "e_score_correction_bias"
 

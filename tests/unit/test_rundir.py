@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.report import run_dir as run_report
-from ultra_patches.run_dir import writer as rundir
-from ultra_patches.errors import UltraPatchesError
 from ultra_patches.core.gate import BAD, State
 from ultra_patches.core.ledger import PatchStatus
+from ultra_patches.errors import UltraPatchesError
+from ultra_patches.report import run_dir as run_report
 from ultra_patches.report.run_dir import Report
+from ultra_patches.run_dir import writer as rundir
 from ultra_patches.run_dir.writer import IN_FORCE, Process
 
 STATES = [state.value for state in State]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ultra_patches.report import run_dir as run_report
-from ultra_patches.run_dir import children, writer as rundir
+from ultra_patches.run_dir import children
+from ultra_patches.run_dir import writer as rundir
 
 from .site_dir import Site
 from .stub import META

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import ultra_patches
-from ultra_patches.reload import toys as probes
 from ultra_patches.errors import UltraPatchesError
+from ultra_patches.reload import toys as probes
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 INT8 = {

@@ -18,7 +18,8 @@ from typing import Any
 import ultra_patches
 from tests.support import megatron_cpu
 from ultra_patches import UltraPatchesError
-from ultra_patches.lora import probe as probe_lora_ranks, toys as probe_lora
+from ultra_patches.lora import probe as probe_lora_ranks
+from ultra_patches.lora import toys as probe_lora
 from ultra_patches.patches.bridge_lora_refit import ALLOW
 from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 

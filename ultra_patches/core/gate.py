@@ -13,8 +13,8 @@ from enum import Enum
 from ultra_patches.core.facts import Upstream
 from ultra_patches.core.fingerprint import Source
 from ultra_patches.core.lock import AFFECTED, Lock
-from ultra_patches.patch import Patch, Variant, Verdict
 from ultra_patches.core.settings import Settings
+from ultra_patches.patch import Patch, Variant, Verdict
 
 
 class State(str, Enum):

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ultra_patches.core import apply, discover, facts, hooks, settings, stack as layers
-from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
+from ultra_patches.core import apply, discover, facts, hooks, settings
+from ultra_patches.core import stack as layers
 from ultra_patches.core.evidence import blocked_by, decision_for, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
+from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ultra_patches.patch import Finding, Verdict
 from ultra_patches.lora.toys import (
     ALPHA,
     HIDDEN,
@@ -23,6 +22,7 @@ from ultra_patches.lora.toys import (
     join,
     model,
 )
+from ultra_patches.patch import Finding, Verdict
 
 _BRIDGE = "megatron.bridge.models.conversion.model_bridge"
 _MAPPINGS = "megatron.bridge.models.conversion.param_mapping"

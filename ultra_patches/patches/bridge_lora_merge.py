@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.errors import UltraPatchesError
+from ultra_patches.lora.probe import probe_merge
 from ultra_patches.patch import Patch, Target, Variant
 from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
-from ultra_patches.lora.probe import probe_merge
 
 _CONVERSION = "megatron.bridge.models.conversion"
 _STREAM = "MegatronModelBridge.stream_weights_megatron_to_hf"

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.errors import UltraPatchesError
+from ultra_patches.lora.toys import probe_refit
 from ultra_patches.patch import Patch, Target, Variant
 from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
-from ultra_patches.lora.toys import probe_refit
 
 _CONVERSION = "megatron.bridge.models.conversion"
 #: `1`: whoever receives the weights knows their `.base_layer` names.

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.bias.probe import compare, trained_bias
-from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 from ultra_patches.bias.rule import sync_dtype
+from ultra_patches.patch import Finding, Patch, Target, Variant
+from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 _MODULE = "megatron.bridge.models.conversion.model_bridge"
 

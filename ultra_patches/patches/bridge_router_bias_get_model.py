@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.bias.hold import Held, hold, put_back
-from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.bias.probe import judge, toy_config, toy_router
+from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 _MODULE = "megatron.bridge.models.model_provider"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ultra_patches.bias.probe import judge, toy_config, toy_router
 from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.patches.megatron_router_bias_builder import build
-from ultra_patches.bias.probe import judge, toy_config, toy_router
 from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 _MODULE = "megatron.bridge.models.common.unimodal"

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches.bias.hold import hold, put_back
-from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.bias.probe import judge, toy_config, toy_router
+from ultra_patches.patch import Finding, Patch, Target, Variant
 
 _MODULE = "megatron.core.transformer.module"
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.transfer import exchange as rank_transfer
 from ultra_patches.patch import Finding, Patch, Target, Variant
+from ultra_patches.transfer import exchange as rank_transfer
 
 _MODULE = "vllm.distributed.weight_transfer.ipc_engine"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ultra_patches.bias.compile_salt import salted_by
-from ultra_patches.patch import Finding, Patch, Target, Variant
 from ultra_patches.bias.vllm_block import keep_fp32
 from ultra_patches.bias.vllm_block import probe as probe_block
+from ultra_patches.patch import Finding, Patch, Target, Variant
 
 _MODULE, _CLASS, _BIAS = "vllm.model_executor.models.kimi_linear", "KimiMoE", "e_score_correction_bias"
 

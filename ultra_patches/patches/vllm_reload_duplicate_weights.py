@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.reload import session as reload_session
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.reload import session as reload_session
 from ultra_patches.reload.toys import LAYERWISE, META, load, parameter, poisoned, record, session
 
 #: What has been loaded of a parameter in this session, kept on the meta tensor that stands for it.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.reload import session as reload_session
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.reload import session as reload_session
 from ultra_patches.reload.toys import LAYERWISE, META, begin, finish, load, parameter, poisoned, record, session
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from ultra_patches.core import facts
 from ultra_patches.core.evidence import decision_for
 from ultra_patches.core.gate import State
+from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch, Verdict
 from ultra_patches.proving.process import with_needs
-from ultra_patches.core.settings import Settings
 
 #: Verdicts of a row that make `verify` fail.
 FAILURES = frozenset({"NOT CORRECTED", "MISJUDGED", "WRONG CODE", "DRIFTED"})

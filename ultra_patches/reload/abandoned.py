@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from ultra_patches.reload import session as reload_session
 from ultra_patches.errors import UltraPatchesWarning
+from ultra_patches.reload import session as reload_session
 
 #: Set to 1, no layer takes its new weights before the session ends, at the price of holding all of them until then.
 ATOMIC = "ULTRA_PATCHES_ATOMIC_RELOAD"

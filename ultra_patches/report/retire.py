@@ -19,10 +19,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from ultra_patches.core import discover
-from ultra_patches.errors import UltraPatchesError
 from ultra_patches.core.lock import AFFECTED, UNAFFECTED, Lock, load
-from ultra_patches.patch import Patch
 from ultra_patches.core.settings import nearest
+from ultra_patches.errors import UltraPatchesError
+from ultra_patches.patch import Patch
 
 _PACKAGE = "ultra_patches.patches"
 
@@ -223,7 +223,7 @@ def _sources(modules: Mapping[str, str]) -> dict[str, str]:
 
 def _checkout() -> Path | None:
     """The root of the source checkout that the package runs from, None where it is installed."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     try:
         ours = 'name = "ultra-patches"' in (root / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -10,14 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ultra_patches.report import run_dir as run_report
-from ultra_patches.report.doctor import Finding
 from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.patch import Patch
+from ultra_patches.proving.verify import FAILURES, Row
+from ultra_patches.report import run_dir as run_report
+from ultra_patches.report.doctor import Finding
 from ultra_patches.report.retire import Row as Retirement
 from ultra_patches.report.run_dir import Report
-from ultra_patches.proving.verify import FAILURES, Row
 
 _COLOURS = {
     "applied": "green",

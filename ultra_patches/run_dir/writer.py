@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultra_patches.run_dir import children
 from ultra_patches.core.facts import UPSTREAMS
+from ultra_patches.run_dir import children
 
 if TYPE_CHECKING:
     from ultra_patches.core.ledger import PatchStatus

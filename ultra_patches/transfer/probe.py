@@ -18,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ultra_patches.stand_ins.ipc import CpuIpc
 from ultra_patches.patch import Finding, Verdict
+from ultra_patches.stand_ins.ipc import CpuIpc
 
 ENGINE = "vllm.distributed.weight_transfer.ipc_engine"
 PACKED = "vllm.distributed.weight_transfer.packed_tensor"

@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from ultra_patches.core import facts, lock, settings
+from ultra_patches.core import lock, settings
 from ultra_patches.core.discover import patches
 from ultra_patches.core.evidence import decision_for
+from ultra_patches.core.facts import UPSTREAMS, locate
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
-from ultra_patches.report.doctor import caches, checks
-from ultra_patches.report.doctor import facts as gathered
+from ultra_patches.report.doctor import caches, checks, facts
 from ultra_patches.report.doctor.finding import Finding
 
 __all__ = ["Finding", "examine"]
@@ -28,16 +28,16 @@ __all__ = ["Finding", "examine"]
 def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) -> list[Finding]:
     """Every finding of this process, problems first; with `imports` also those of fresh processes that import the targets."""
     env = os.environ if environ is None else environ
-    upstreams = [upstream for name in facts.UPSTREAMS if (upstream := facts.locate(name))]
+    upstreams = [upstream for name in UPSTREAMS if (upstream := locate(name))]
     vllm = any(upstream.name == "vllm" for upstream in upstreams)
     chosen = settings.read(entries, env)
-    points = gathered.entry_points()
+    points = facts.entry_points()
     package = Path(__file__).parents[2]
     own = [m.name for m in pkgutil.iter_modules([str(package / "patches")]) if not m.name.startswith("_")]
     found: list[Iterable[Finding]] = [checks.check_settings(chosen, entries, patches()[1])]
     if chosen.run_dir and chosen.run_dir.startswith("/"):
-        found.append(checks.check_run_dir(chosen.run_dir, *gathered.refused(chosen.run_dir)))
-    found.append(checks.check_entry_points(gathered.installed("ultra-patches"), points, own, package, vllm))
+        found.append(checks.check_run_dir(chosen.run_dir, *facts.refused(chosen.run_dir)))
+    found.append(checks.check_entry_points(facts.installed("ultra-patches"), points, own, package, vllm))
     if vllm:
         found.append(checks.check_plugins(env.get("VLLM_PLUGINS"), {p[1] for p in points if p[0].startswith("vllm.")}))
         modules = {module for e in entries.values() if e.patch.upstream == "vllm" for module in e.patch.modules}
@@ -45,15 +45,15 @@ def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) 
         found.append(caches.check_caches(caches.root_of(env), caches.salts(chosen)))
         found.append(checks.check_ray(env) if "ray" in sys.modules or find_spec("ray") else [])
     for upstream in upstreams:
-        claims = gathered.installed(*facts.UPSTREAMS[upstream.name][2])
+        claims = facts.installed(*UPSTREAMS[upstream.name][2])
         locked = lock.load().functions.get(upstream.name, {}).values()
-        found.append(checks.check_upstream(upstream, claims, gathered.copies(upstream)))
+        found.append(checks.check_upstream(upstream, claims, facts.copies(upstream)))
         found.append(checks.check_version(upstream, {r for digests in locked for rs in digests.values() for r in rs}))
-        found.append(checks.check_record(upstream, gathered.rewritten(upstream)))
-    found.append(checks.check_process(gathered.process(), "this process"))
+        found.append(checks.check_record(upstream, facts.rewritten(upstream)))
+    found.append(checks.check_process(facts.process(), "this process"))
     needed = [e for e in entries.values() if imports and decision_for(e.patch, chosen).action is not Action.NOTHING]
     for name in sorted({entry.patch.upstream for entry in needed}):
-        found.append(checks.check_process(gathered.fresh_process(name), f"a fresh process that imports {name}"))
+        found.append(checks.check_process(facts.fresh_process(name), f"a fresh process that imports {name}"))
     once: dict[tuple[str, str], Finding] = {}
     for finding in chain.from_iterable(found):
         once.setdefault((finding.check, finding.what), finding)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ultra_patches.bias import compile_salt
-from ultra_patches.report.doctor.finding import Finding
 from ultra_patches.core.evidence import decision_for
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
 from ultra_patches.core.settings import Settings
+from ultra_patches.report.doctor.finding import Finding
 
 
 def root_of(environ: Mapping[str, str]) -> Path:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ultra_patches.core import facts, settings
 from ultra_patches.core.discover import GROUP
+from ultra_patches.core.gate import BAD, State
 from ultra_patches.report.doctor.facts import Installed, Point, Process
 from ultra_patches.report.doctor.finding import Finding
-from ultra_patches.core.gate import BAD, State
 
 PLUGIN = "ultra_patches"
 _UNPATCHED = "vLLM's API server, EngineCore and workers start without the patches"

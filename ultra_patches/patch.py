@@ -107,6 +107,8 @@ class Patch:
     over: tuple[str, ...] = ()
     #: Ready to be filed, where no public thread speaks of the defect.
     report: Report | None = field(default=None, repr=False)
+    #: Run when the patch has been taken back, so that nothing of what its functions keep is left.
+    withdraw: Callable[[], None] | None = field(default=None, repr=False)
     #: Functions that are not replaced but decide whether the defect shows, as `module:name`.
     watches: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_nemotron_h
 import weight_update_session as example
 
-from ultra_patches.reload.abandoned import ATOMIC
+from ultra_patches.reload.session import ATOMIC
 
 
 def send(llm: Any, folder: str, tensors: Mapping[str, Any], *calls: Sequence[str]) -> None:

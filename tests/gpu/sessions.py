@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 import tiny_nemotron_h
 from sessions_case import fail, send
 
-from ultra_patches.reload.abandoned import ATOMIC
+from ultra_patches.reload.session import ATOMIC
 
 PATTERN, CONV_KERNEL = "ME*ME-", 4
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import ultra_patches
 from ultra_patches.reload import toys as probes
-from ultra_patches.reload.abandoned import ATOMIC
+from ultra_patches.reload.session import ATOMIC
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 #: What a layer can hold. A name says how it behaves.

@@ -1,7 +1,7 @@
 """Weight-update sessions of any form, on toy layers and on vLLM's own, on every family of releases.
 
 `sessions_case.py` draws models, orders, chunks, repetitions and omissions and compares with plain loading; `layers_case.py` does
-it with the layers of real models.
+it with the layers of real models; `endings_case.py` ends sessions in every way and looks at what is left.
 """
 
 from typing import Any
@@ -89,3 +89,38 @@ def test_a_part_of_a_repacked_layer_is_refused_and_named(outcome: dict[str, Any]
         assert "the session does not carry" in message
         assert "Send everything of this layer in one session" in message
         assert any(name in message for name in ("qkv", "gate_up", "experts"))
+
+
+ENDINGS = [
+    Run("tests/upstream/endings_case.py", (("vllm", release),)) for release in ("0.16.0", "0.21.0", "0.26.0", NEWEST)
+]
+endings = each("outcome", ENDINGS, indirect=True, ids=str)
+
+
+@endings
+def test_a_router_bias_of_an_earlier_session_does_not_come_back(outcome: dict[str, Any]) -> None:
+    """Up to 0.19 the bias is a parameter like others, which a failed session leaves without memory until the next."""
+    assert outcome["bias of a failed session"] == [2, [0.0, 0.0]]
+    assert outcome["bias that was set in between"] == [3, [5.0, 5.0]]
+
+
+@endings
+def test_parts_that_overlap_count_once(outcome: dict[str, Any]) -> None:
+    assert outcome["parts that overlap"] == [[3.0] * 3 + [2.0] * 3 + [1.0] * 2, [2.0] * 3]
+
+
+@endings
+@each("way", ["end", "worker", "interrupted"])
+def test_a_failed_session_of_one_model_leaves_the_open_one_of_another(outcome: dict[str, Any], way: str) -> None:
+    seen = outcome["two models"][way]
+    assert seen["raised"] == ("KeyboardInterrupt" if way == "interrupted" else "RuntimeError")
+    assert set(map(tuple, seen["open"].values())) == {(3.0, 3.0)}
+    assert seen["failed"]["other.w"] == [0.0, 0.0], "its old weights"
+
+
+@endings
+@each("way", ["finished", "failed", "interrupted", "begun again", "reverted"])
+def test_nothing_is_left_of_a_session_however_it_ended(outcome: dict[str, Any], way: str) -> None:
+    seen = outcome["left"][way]
+    assert seen["during"] > 0
+    assert seen["after"] == 0

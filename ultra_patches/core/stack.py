@@ -48,6 +48,8 @@ def take_off(entry: Entry) -> None:
     for applied in entry.earlier:
         apply.rebind(applied.replacement, applied.original)
     entry.earlier.clear()
+    if entry.patch.withdraw is not None:
+        entry.patch.withdraw()
 
 
 def give_up(entry: Entry, state: State, reason: str) -> None:

@@ -47,4 +47,5 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(_MODULE,),
+    over=("vllm-dots1-router-bias",),
 )

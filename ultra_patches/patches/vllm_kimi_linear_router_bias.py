@@ -55,4 +55,5 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(_MODULE,),
+    over=("vllm-hy-v3-router-bias",),
 )

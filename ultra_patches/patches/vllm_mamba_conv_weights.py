@@ -2,72 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.reload.toys import LAYERWISE, load, parameter, poisoned, record, session
-
-_META = "vllm.model_executor.model_loader.reload.meta"
-
-
-def _aliases(layer: Any) -> dict[str, Any]:
-    """Non-persistent buffers whose memory is a parameter's, of the layer itself or of one inside it."""
-    if not layer._non_persistent_buffers_set:
-        return {}
-    storages = {p.untyped_storage().data_ptr() for p in layer.parameters() if not p.is_meta}
-    return {
-        name: buffer
-        for name, buffer in layer._buffers.items()
-        if buffer is not None
-        and name in layer._non_persistent_buffers_set
-        and not buffer.is_meta
-        and buffer.untyped_storage().data_ptr() in storages
-    }
-
-
-def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def restore_layer_on_meta(layer: Any, info: Any) -> None:
-        if type(layer).__name__ in module.SKIP_MODULES:
-            return
-        skipped = module.SKIP_TENSORS
-        aliases = _aliases(layer)
-        parameters, buffers = info.restore_metadata
-        loadable = [n for n in (*parameters, *buffers) if n not in skipped and n not in aliases]
-        info.ultra_non_persistent = set(layer._non_persistent_buffers_set)
-        # A layer that has nothing but views keeps them: upstream puts tensors back only where some were to be loaded.
-        info.ultra_aliases = aliases if loadable else {}
-        for name in info.ultra_aliases:
-            # Out of the copy loop, which would write uninitialised memory through the view into the parameter.
-            info.kernel_tensors[1].pop(name, None)
-        for name in module.get_layer_tensors(layer):
-            if name not in skipped and (loadable or name not in aliases):
-                delattr(layer, name)
-        for name, meta in parameters.items():
-            if name not in skipped:
-                layer.register_parameter(name, module.restore_layer_refs(meta, layer))
-        for name, buffer in buffers.items():
-            if name not in skipped and name not in aliases:
-                persistent = name not in info.ultra_non_persistent
-                layer.register_buffer(name, module.restore_layer_refs(buffer, layer), persistent=persistent)
-
-    return restore_layer_on_meta
-
-
-def build_place(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def _place_kernel_tensors(layer: Any, info: Any) -> None:
-        non_persistent = getattr(info, "ultra_non_persistent", layer._non_persistent_buffers_set)
-        parameters, buffers = info.kernel_tensors
-        for name in module.get_layer_tensors(layer):
-            delattr(layer, name)
-        for name, kernel in parameters.items():
-            layer.register_parameter(name, kernel)
-        for name, buffer in {**buffers, **getattr(info, "ultra_aliases", {})}.items():
-            layer.register_buffer(name, buffer, persistent=name not in non_persistent)
-        info.ultra_aliases = {}
-
-    return _place_kernel_tensors
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import load, parameter, poisoned, record, update
+from ultra_patches.reload.upstream import LAYERWISE, META
 
 
 def probe() -> Finding:
@@ -83,7 +22,7 @@ def probe() -> Finding:
         record(mixer)
         sent = [("D", torch.full((3,), 2.0)), ("conv1d.weight", torch.full((6, 1, 4), 2.0))]
         load(mixer, sent)
-        session(mixer, sent)
+        update(mixer, sent)
         weight, view = mixer.conv1d.weight, mixer.get_buffer("conv_weights")
     if not torch.equal(weight, torch.full((6, 1, 4), 2.0)):
         return Finding(Verdict.DEFECT, f"conv1d.weight is {weight.flatten()[0].item():.3g}, sent was 2.0")
@@ -117,13 +56,17 @@ PATCH = Patch(
         Variant(
             "all",
             (
-                Target(_META, "restore_layer_on_meta", build_restore),
-                Target(LAYERWISE, "_place_kernel_tensors", build_place),
+                Target(LAYERWISE, "initialize_layerwise_reload", seam(session.begin, Rule.VIEWS)),
+                Target(META, "restore_layer_on_meta", seam(session.restore, Rule.VIEWS)),
+                Target(LAYERWISE, "_place_kernel_tensors", seam(session.place, Rule.VIEWS)),
+                Target(LAYERWISE, "finalize_layerwise_reload", seam(session.finish, Rule.VIEWS)),
             ),
         ),
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
+    over=Rule.VIEWS.over,
+    withdraw=Rule.VIEWS.withdraw,
     requires=("vllm-reload-numel-guard",),
-    watches=(f"{_META}:capture_layer_to_meta",),
+    watches=(f"{META}:capture_layer_to_meta",),
 )

@@ -91,4 +91,5 @@ PATCH = Patch(
     variants=tuple(Variant(name, (Target(_MODULE, name, build),)) for name in _NAMES),
     probe=probe,
     probe_after=(_MODULE,),
+    over=("vllm-packed-alignment",),
 )

@@ -2,59 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.reload.toys import LAYERWISE, begin, load, parameter, poisoned, record, session
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import begin, load, parameter, poisoned, record, update
+from ultra_patches.reload.upstream import LAYERWISE
 
 _WORKER = "vllm.v1.worker.gpu_worker"
-
-
-def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches.reload import abandoned as abandoned_session
-
-    def initialize_layerwise_reload(model: Any) -> None:
-        abandoned_session.forget_session(module, model)
-        with abandoned_session.abandon_on_failure(module, "the start of a weight update"):
-            original(model)
-
-    return initialize_layerwise_reload
-
-
-def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches.reload import abandoned as abandoned_session
-
-    def _layerwise_process(layer: Any, info: Any) -> None:
-        abandoned_session.process(original, layer, info)
-
-    return _layerwise_process
-
-
-def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches.reload import abandoned as abandoned_session
-
-    def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
-        with (
-            abandoned_session.abandon_on_failure(module, "the end of a weight update"),
-            abandoned_session.taking(module, model),
-        ):
-            original(model, *args, **kwargs)
-
-    return finalize_layerwise_reload
-
-
-def build_worker(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches.reload import abandoned as abandoned_session
-
-    def update(*args: Any, **kwargs: Any) -> Any:
-        layerwise = importlib.import_module(LAYERWISE)
-        with abandoned_session.abandon_on_failure(layerwise, original.__name__):
-            return original(*args, **kwargs)
-
-    return update
 
 
 def probe() -> Finding:
@@ -70,7 +24,7 @@ def probe() -> Finding:
         address = layer.a.data_ptr()
         begin(layer)
         load(layer, [("a", torch.full((2,), 2.0))])
-        session(layer, [(name, torch.full((2,), 3.0)) for name in "ab"])
+        update(layer, [(name, torch.full((2,), 3.0)) for name in "ab"])
         values = {name: "without memory" if p.is_meta else p.tolist() for name, p in layer.named_parameters()}
         moved = layer.a.data_ptr() != address
     if values != {"a": [3.0, 3.0], "b": [3.0, 3.0]} or moved:
@@ -104,16 +58,17 @@ PATCH = Patch(
         Variant(
             "all",
             (
-                Target(LAYERWISE, "initialize_layerwise_reload", build_initialize),
-                Target(LAYERWISE, "_layerwise_process", build_process),
-                Target(LAYERWISE, "finalize_layerwise_reload", build_finalize),
-                Target(_WORKER, "Worker.update_weights", build_worker, optional=True),
-                Target(_WORKER, "Worker.finish_weight_update", build_worker, optional=True),
-                Target(_WORKER, "Worker.reload_weights", build_worker, optional=True),
+                Target(LAYERWISE, "initialize_layerwise_reload", seam(session.begin, Rule.ABANDON)),
+                Target(LAYERWISE, "_layerwise_process", seam(session.process, Rule.ABANDON)),
+                Target(LAYERWISE, "finalize_layerwise_reload", seam(session.finish, Rule.ABANDON)),
+                Target(_WORKER, "Worker.update_weights", seam(session.worker_call, Rule.ABANDON), optional=True),
+                Target(_WORKER, "Worker.finish_weight_update", seam(session.worker_call, Rule.ABANDON), optional=True),
+                Target(_WORKER, "Worker.reload_weights", seam(session.worker_call, Rule.ABANDON), optional=True),
             ),
         ),
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
-    over=("vllm-reload-keep-unsent", "vllm-reload-live-write"),
+    over=Rule.ABANDON.over,
+    withdraw=Rule.ABANDON.withdraw,
 )

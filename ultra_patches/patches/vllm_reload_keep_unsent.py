@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.reload.toys import LAYERWISE, load, parameter, poisoned, record, session
-
-
-def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    from ultra_patches.reload import partial as partial_reload
-
-    def _layerwise_process(layer: Any, info: Any) -> None:
-        if info.kernel_tensors is None or partial_reload.is_complete(module, layer, info):
-            original(layer, info)
-        else:
-            partial_reload.finish(module, layer, info)
-
-    return _layerwise_process
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import load, parameter, poisoned, record, update
+from ultra_patches.reload.upstream import LAYERWISE, META
 
 
 def probe() -> Finding:
@@ -43,7 +30,7 @@ def probe() -> Finding:
         sent = [(f"layer.{n}", torch.full((s,), 2.0)) for n, s in (("a", 2), ("padded", 3), ("shared", 2))]
         sent.append(("other.w", torch.full((2,), 2.0)))
         load(model, sent)
-        session(model, sent)
+        update(model, sent)
     wanted = {
         "b": [1.0, 1.0],
         "padded": [2.0, 2.0, 2.0, 0.0],
@@ -84,12 +71,18 @@ PATCH = Patch(
     fixed_in=None,
     removal="upstream keeps parameters, persistent buffers and padding that a session does not carry",
     last_checked="2026-11-30",
-    variants=(Variant("all", (Target(LAYERWISE, "_layerwise_process", build),)),),
+    variants=(
+        Variant(
+            "all",
+            (Target(LAYERWISE, "_layerwise_process", seam(session.process, Rule.KEEP)),),
+        ),
+    ),
     probe=probe,
     probe_after=(LAYERWISE,),
+    over=Rule.KEEP.over,
     watches=(
-        "vllm.model_executor.model_loader.reload.meta:materialize_layer",
-        "vllm.model_executor.model_loader.reload.meta:restore_layer_on_meta",
+        f"{META}:materialize_layer",
+        f"{META}:restore_layer_on_meta",
         f"{LAYERWISE}:_copy_and_restore_kernel_tensors",
         f"{LAYERWISE}:_place_kernel_tensors",
     ),

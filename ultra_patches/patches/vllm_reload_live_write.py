@@ -2,109 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
-
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
-from ultra_patches.reload import session as reload_session
-from ultra_patches.reload.toys import LAYERWISE, META, begin, finish, load, parameter, poisoned, record, session
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A live parameter, the copy that stands for it until the session ends, and its value at the start."""
-
-    live: Any
-    copy: Any
-    before: Any
-
-
-#: Address of a live parameter -> the copy that stands for it, which two modules share as they share the parameter.
-_copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def build_initialize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def initialize_layerwise_reload(model: Any) -> None:
-        for layer in model.modules():
-            info = module.get_layerwise_info(layer)
-            if not info.can_load():
-                # Left by a session that nobody finished and nobody abandoned.
-                reload_session.end(info)
-        original(model)
-
-    return initialize_layerwise_reload
-
-
-def build_restore(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def restore_layer_on_meta(layer: Any, info: Any) -> None:
-        original(layer, info)
-        staged: dict[str, Staged] = {}
-        for name, live in layer._parameters.items():
-            if live is not None and name in module.SKIP_TENSORS:
-                copy = _copies.get(id(live))
-                if copy is None:
-                    copy = _copies[id(live)] = _copy(live)
-                staged[name] = Staged(live, copy, live.data.clone())
-                layer._parameters[name] = copy
-        if staged:
-            info.ultra_staged = staged
-            reload_session.at_end(info, lambda: _put_back(layer, info))
-
-    return restore_layer_on_meta
-
-
-def build_process(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def _layerwise_process(layer: Any, info: Any) -> None:
-        late = {name: s for name, s in _staged(info).items() if name in _never_counted(module)}
-        for name, staged in late.items():
-            # Upstream copies what stands here into the live one, and its weights may not have come yet.
-            layer._parameters[name] = staged.live
-        original(layer, info)
-        for name, staged in late.items():
-            layer._parameters[name] = staged.copy
-
-    return _layerwise_process
-
-
-def build_finalize(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def finalize_layerwise_reload(model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        for layer in model.modules():
-            info = module.get_layerwise_info(layer)
-            for name, staged in _staged(info).items():
-                # The others are counted, so that their layer has copied them, perhaps after processing. One that did
-                # not change may have been loaded past this session.
-                if name in _never_counted(module) and not staged.before.equal(staged.copy):
-                    staged.live.data.copy_(staged.copy)
-            reload_session.end(info)
-
-    return finalize_layerwise_reload
-
-
-def _staged(info: Any) -> dict[str, Staged]:
-    found: dict[str, Staged] = vars(info).get("ultra_staged", {})
-    return found
-
-
-def _put_back(layer: Any, info: Any) -> None:
-    for name, staged in vars(info).pop("ultra_staged", {}).items():
-        if layer._parameters.get(name) is staged.copy:
-            layer._parameters[name] = staged.live
-
-
-def _never_counted(module: ModuleType) -> Any:
-    # In 0.20 to 0.26 the tensors that are never counted are those that are never moved.
-    return getattr(module, "SKIP_LOAD_TENSORS", None) or module.SKIP_TENSORS
-
-
-def _copy(live: Any) -> Any:
-    copy = live.data.clone()
-    copy.__class__ = live.__class__
-    copy.__dict__ = vars(live).copy()
-    return copy
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import begin, finish, load, parameter, poisoned, record, update
+from ultra_patches.reload.upstream import LAYERWISE, META
 
 
 def probe() -> Finding:
@@ -126,7 +28,7 @@ def probe() -> Finding:
         load(model, [("layer.weight", two), ("gate.weight", two), ("other.w", two)])
         finish(model)
         lost = [name for name, bias in live.items() if bias.tolist() != [2.0, 2.0]]
-        session(model, [("other.w", two)])
+        update(model, [("other.w", two)])
         load(model, [("layer.weight", five), ("layer.bias", five), ("gate.e_score_correction_bias", five)])
         stuck = [name for name, bias in live.items() if bias.tolist() != [5.0, 5.0]]
     said = (
@@ -161,15 +63,17 @@ PATCH = Patch(
         Variant(
             "all",
             (
-                Target(LAYERWISE, "initialize_layerwise_reload", build_initialize),
-                Target(META, "restore_layer_on_meta", build_restore),
-                Target(LAYERWISE, "_layerwise_process", build_process),
-                Target(LAYERWISE, "finalize_layerwise_reload", build_finalize),
+                Target(LAYERWISE, "initialize_layerwise_reload", seam(session.begin, Rule.STAGE)),
+                Target(META, "restore_layer_on_meta", seam(session.restore, Rule.STAGE)),
+                Target(LAYERWISE, "_layerwise_process", seam(session.process, Rule.STAGE)),
+                Target(LAYERWISE, "finalize_layerwise_reload", seam(session.finish, Rule.STAGE)),
             ),
         ),
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
+    over=Rule.STAGE.over,
+    withdraw=Rule.STAGE.withdraw,
     report=Report(
         title="Layerwise reload writes `bias` and `e_score_correction_bias` into the running model in mid-session",
         reproduction="""\
@@ -192,6 +96,5 @@ print(bias)  # 2.0 already, with the old weight
             "end, also where the layer was not loaded."
         ),
     ),
-    over=("vllm-mamba-conv-weights",),
     watches=(f"{LAYERWISE}:make_online_process_loader",),
 )

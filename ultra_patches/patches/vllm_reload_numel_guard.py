@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
 from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
-from ultra_patches.reload.toys import LAYERWISE, load, parameter, poisoned, record, session
-
-
-def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    import torch
-
-    # MetaCopyCounter until 0.18.
-    counter = getattr(module, "CopyCounter", None) or module.MetaCopyCounter
-
-    def get_numel_loaded(weight_loader: Callable[..., Any], args: Any) -> tuple[int, object]:
-        with counter() as copies:
-            value = weight_loader(*args.args, **args.kwargs)
-        loaded: int = copies.copied_numel
-        param = args.arguments.get("param")
-        if isinstance(param, torch.Tensor):
-            loaded = min(loaded, param.numel())
-        return loaded, value
-
-    return get_numel_loaded
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import load, parameter, poisoned, record, update
+from ultra_patches.reload.upstream import LAYERWISE, META
 
 
 def probe() -> Finding:
@@ -44,7 +25,7 @@ def probe() -> Finding:
         record(layer)
         sent = [(name, torch.full((4,), 2.0)) for name in ("A", "D", "dt_bias")]
         load(layer, sent)
-        session(layer, sent)
+        update(layer, sent)
         last = layer.get_parameter("dt_bias")
     if torch.equal(last, torch.full((4,), 2.0)):
         return Finding(Verdict.CLEAN, "dt_bias is 2.0 as sent")
@@ -70,7 +51,12 @@ PATCH = Patch(
     fixed_in="0.24.0",
     removal="vllm < 0.24 is no longer supported",
     last_checked="2026-11-29",
-    variants=(Variant("all", (Target("vllm.model_executor.model_loader.reload.meta", "get_numel_loaded", build),)),),
+    variants=(
+        Variant(
+            "all",
+            (Target(META, "get_numel_loaded", seam(session.count, Rule.CAP)),),
+        ),
+    ),
     probe=probe,
     probe_after=(LAYERWISE,),
 )

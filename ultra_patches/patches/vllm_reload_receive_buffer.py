@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ultra_patches import received
 from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
-from ultra_patches.reload.toys import LAYERWISE, begin, finish, load, parameter, poisoned, record
+from ultra_patches.reload import session
+from ultra_patches.reload.session import Rule, seam
+from ultra_patches.reload.toys import begin, finish, load, parameter, poisoned, record
+from ultra_patches.reload.upstream import LAYERWISE
 
 _TRANSFER = "vllm.distributed.weight_transfer"
-
-
-def build_loader(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    import torch
-
-    def make_online_process_loader(layer: Any, param_name: str) -> Callable[..., Any]:
-        load_later = original(layer, param_name)
-        info = module.get_layerwise_info(layer)
-
-        @functools.wraps(load_later)
-        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
-            before = len(info.loaded_weights)
-            result = load_later(*args, **kwargs)
-            # What the layer has used already is not kept, so the last weight of a layer needs no copy.
-            if len(info.loaded_weights) > before and not received.are_own_copies():
-                given = info.loaded_weights[-1][1].arguments
-                for name, value in given.items():
-                    if name != "param" and isinstance(value, torch.Tensor):
-                        given[name] = value.clone()
-            return result
-
-        return online_process_loader
-
-    return make_online_process_loader
 
 
 def build_nccl(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -101,7 +79,7 @@ PATCH = Patch(
         Variant(
             "all",
             (
-                Target(LAYERWISE, "make_online_process_loader", build_loader),
+                Target(LAYERWISE, "make_online_process_loader", seam(session.loader, Rule.COPY)),
                 Target(
                     f"{_TRANSFER}.nccl_engine", "NCCLWeightTransferEngine.receive_weights", build_nccl, optional=True
                 ),
@@ -111,6 +89,7 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
+    over=(*Rule.COPY.over, "vllm-ipc-rank-layout"),
     report=Report(
         title="Layerwise reload keeps references to the transport's buffer and loads what is in it later",
         reproduction="""\
@@ -135,5 +114,4 @@ print(layer.a)  # 3.0
             "NeMo-RL#3651 and verl#7987 clone in front of vLLM for this."
         ),
     ),
-    over=("vllm-ipc-rank-layout",),
 )

@@ -1,12 +1,12 @@
 """Finish a layer of which a session carries only a part: the rest keeps its values, or nothing of the layer changes.
 
-Imported only where vLLM's reload modules are, because it needs torch.
+`layerwise` is vLLM's reload.layerwise throughout. Imported only where that is, because it needs torch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,35 +14,36 @@ import torch
 
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.reload.regions import Region, Writes, unwritten
+from ultra_patches.reload.upstream import LayerInfo, never_counted
 
 
 class KeepError(UltraPatchesError):
     """The kernel format of a layer does not allow to keep what was not sent."""
 
 
-def is_complete(module: ModuleType, layer: Any, info: Any) -> bool:
-    """Whether every element that can be loaded was sent. `module` is vLLM's reload.layerwise."""
-    if info.load_numel < info.load_numel_total:
+def is_complete(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) -> bool:
+    """Whether every element that can be loaded was sent."""
+    if info.load_numel < (info.load_numel_total or 0):
         return False
-    never_loaded: Container[str] = getattr(module, "SKIP_LOAD_TENSORS", getattr(module, "SKIP_TENSORS", ()))
-    return {n for n in module.get_layer_tensors(layer) if n not in never_loaded} <= {n for n, _ in info.loaded_weights}
+    names = {name for name in layerwise.get_layer_tensors(layer) if name not in never_counted(layerwise)}
+    return names <= {name for name, _ in info.loaded_weights}
 
 
-def finish(module: ModuleType, layer: Any, info: Any) -> None:
+def finish(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) -> None:
     """What `_layerwise_process` does, over the old values instead of over uninitialised memory.
 
     A parameter that is not wholly sent starts from its kernel tensor, which is right where both formats are the same.
     Whether they are is seen afterwards: processing must have left the old elements as they were. Raises KeepError, with
     the old tensors back in their places, where it has not.
     """
-    parameters, buffers = info.kernel_tensors
+    parameters, buffers = info.kernel_tensors or ({}, {})
     old: dict[str, torch.Tensor] = {**parameters, **buffers}
     method: Any = getattr(layer, "quant_method", None)
-    processed = isinstance(method, module.QuantizeMethodBase)
+    processed = isinstance(method, layerwise.QuantizeMethodBase)
     state = dict(vars(method)) if processed else {}
     try:
-        _materialize(module, layer, info)
-        missing = _load(module, layer, info, old)
+        _materialize(layerwise, layer, info)
+        missing = _load(layerwise, layer, info, old)
         if processed:
             vars(layer).pop("_already_called_process_weights_after_loading", None)
             method.process_weights_after_loading(layer)
@@ -53,35 +54,37 @@ def finish(module: ModuleType, layer: Any, info: Any) -> None:
         if processed:
             vars(method).clear()
             vars(method).update(state)
-        module._place_kernel_tensors(layer, info)
+        layerwise._place_kernel_tensors(layer, info)
         info.reset()
         raise
     for name, kernel in old.items():
-        new = module.get_layer_tensors(layer).get(name)
+        new = layerwise.get_layer_tensors(layer).get(name)
         if new is not None and new is not kernel:
             kernel.data.copy_(new)
-    module._place_kernel_tensors(layer, info)
+    layerwise._place_kernel_tensors(layer, info)
     info.reset()
 
 
-def _materialize(module: ModuleType, layer: Any, info: Any) -> None:
+def _materialize(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) -> None:
     # Without the info until 0.18.
-    takes_info = len(inspect.signature(module.materialize_layer).parameters) > 1
-    module.materialize_layer(layer, info) if takes_info else module.materialize_layer(layer)
+    takes_info = len(inspect.signature(layerwise.materialize_layer).parameters) > 1
+    layerwise.materialize_layer(layer, info) if takes_info else layerwise.materialize_layer(layer)
 
 
-def _load(module: ModuleType, layer: Any, info: Any, old: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+def _load(
+    layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo, old: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
     """Load what was sent over the old values. Gives, for each tensor that was not wholly sent, the mask of the rest.
 
     None stands for a mask of everything.
     """
-    tensors = module.get_layer_tensors(layer)
+    tensors = layerwise.get_layer_tensors(layer)
     regions: dict[str, set[Region]] = {}
     for name, tensor in tensors.items():
         kernel = old.get(name)
         if kernel is not None and kernel is not tensor and _alike(kernel, tensor):
             tensor.data.copy_(kernel)
-        tensor.weight_loader = module._get_original_loader(tensor)
+        tensor.weight_loader = layerwise._get_original_loader(tensor)
     writes = Writes(fills=True)
     for name, args in info.loaded_weights:
         param = getattr(layer, name)
@@ -99,7 +102,9 @@ def _load(module: ModuleType, layer: Any, info: Any, old: Mapping[str, torch.Ten
     return missing
 
 
-def _check_kept(layer: Any, old: Mapping[str, torch.Tensor], missing: Mapping[str, torch.Tensor | None]) -> None:
+def _check_kept(
+    layer: torch.nn.Module, old: Mapping[str, torch.Tensor], missing: Mapping[str, torch.Tensor | None]
+) -> None:
     """Raise KeepError where processing has changed what was not sent."""
     changed = {}
     for name, mask in missing.items():
@@ -128,7 +133,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _refusal(layer: Any, lost: Mapping[str, torch.Tensor | None]) -> str:
+def _refusal(layer: torch.nn.Module, lost: Mapping[str, torch.Tensor | None]) -> str:
     name = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None) or "a layer without a prefix"
     parts = [f"{n} (all)" if mask is None else f"{n} ({int(mask.sum())} elements)" for n, mask in lost.items()]
     return (

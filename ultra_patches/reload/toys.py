@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ultra_patches.reload.upstream import LAYERWISE
+
 if TYPE_CHECKING:
     import torch
-
-META = "vllm.model_executor.model_loader.reload.meta"
-LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 @contextlib.contextmanager
@@ -52,7 +51,7 @@ def load(model: torch.nn.Module, weights: Sequence[tuple[Any, ...]]) -> None:
         getattr(target, "weight_loader", copy)(target, value, *more)
 
 
-def session(model: torch.nn.Module, *chunks: Sequence[tuple[Any, ...]]) -> None:
+def update(model: torch.nn.Module, *chunks: Sequence[tuple[Any, ...]]) -> None:
     """One weight-update session on the installed vLLM: initialize, load every chunk, finalize."""
     begin(model)
     for chunk in chunks:

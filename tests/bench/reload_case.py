@@ -1,12 +1,14 @@
 """Time and peak memory of a whole reload, with all patches and with none, turn by turn in one process; JSON.
 
-    python tests/bench/reload_case.py [--rounds N] [--not-own]
+    python tests/bench/reload_case.py [--rounds N] [--not-own] [--wrapt]
 
 Layers of NemotronH's kinds with vLLM's own loaders, 0.4 GB in bf16. The weights are allocated for each load call, as NCCL's are;
-with --not-own nobody says so, and what the reload keeps is copied.
+with --not-own nobody says so, and what the reload keeps is copied. With --wrapt the other side is not a reload without
+patches, but one in which wrapt wrappers stand around the same functions.
 """
 
 import argparse
+import importlib
 import json
 import logging
 import tempfile
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import wrapt
 
 import ultra_patches
 from ultra_patches import received
-from ultra_patches.core import overlay
+from ultra_patches.core import apply, overlay
 from ultra_patches.reload import toys as probes
+from ultra_patches.reload.upstream import LAYERWISE
 
 EXPERTS, HIDDEN, INTER, LAYERS = 64, 1024, 256, 4
 
@@ -85,6 +89,17 @@ def reload(model: Any, calls: Any, *, own: bool) -> float:
     return took + time.perf_counter() - began
 
 
+def in_wrappers() -> dict[str, Any]:
+    """Set a wrapt wrapper around each function of ours in reload.layerwise; gives what was there."""
+    layerwise = importlib.import_module(LAYERWISE)
+    ours = {name: value for name, value in vars(layerwise).items() if apply.owner_of(value)}
+    for name, function in ours.items():
+        setattr(
+            layerwise, name, wrapt.FunctionWrapper(function, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs))
+        )
+    return ours
+
+
 def peak() -> int:
     """Bytes of the most memory this process had since the last call."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -97,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--not-own", action="store_true")
+    parser.add_argument("--wrapt", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     import vllm.config
@@ -107,22 +123,27 @@ def main() -> None:
     for method in (linear.UnquantizedLinearMethod, UnquantizedFusedMoEMethod):
         method.process_weights_after_loading = lambda *_: None
     config = vllm.config.VllmConfig()
-    times: dict[str, list[float]] = {"patched": [], "plain": []}
-    peaks: dict[str, list[int]] = {"patched": [], "plain": []}
+    kinds = ("patched", "wrapt" if options.wrapt else "plain")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    peaks: dict[str, list[int]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder, vllm.config.set_current_vllm_config(config):
         vllm.distributed.init_distributed_environment(1, 0, Path(folder, "store").as_uri(), 0, backend="gloo")
         vllm.distributed.ensure_model_parallel_initialized(1, 1)
         model = build(config)
         calls = items(model)
         for number in range(2 * options.rounds):
-            kind = ("patched", "plain")[number % 2]
+            kind = kinds[number % 2]
             overlay.disarm()
-            if kind == "patched":
+            wrapped: dict[str, Any] = {}
+            if kind != "plain":
                 overlay.arm()
+                wrapped = in_wrappers() if kind == "wrapt" else {}
+            if kind == "patched":
                 states = {row.id: row.state.value for row in ultra_patches.status()}
             peak()
             times[kind].append(reload(model, calls, own=not options.not_own))
             peaks[kind].append(peak())
+            vars(importlib.import_module(LAYERWISE)).update(wrapped)
         torch.distributed.destroy_process_group()
     size = {name: p.nbytes for name, p in model.named_parameters()}
     print("\n" + json.dumps({

@@ -34,6 +34,14 @@ def test_time_and_peak_memory(arguments: tuple[str, ...]) -> None:
     assert peaks["patched"] <= MEMORY * peaks["plain"] + seen["largest layer"]
 
 
+def test_wrapt_around_the_same_functions() -> None:
+    """What CONTRIBUTING says of wrapt: its cost is no reason against it."""
+    times = run(("--wrapt",))["times"]
+    ratio = min(times["wrapt"]) / min(times["patched"])
+    print(f"time, in wrapt wrappers / without: {ratio:.3f}")
+    assert ratio <= TIME
+
+
 def run(arguments: tuple[str, ...]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("reload_case.py")), "--rounds", "15", *arguments],

@@ -17,10 +17,10 @@ def test_numel_guard_against_the_function_of_a_release_that_is_fixed() -> None:
     import torch
     from vllm.model_executor.model_loader.reload import meta
 
-    from ultra_patches.patches import vllm_reload_numel_guard as patch
+    from ultra_patches.reload import session
 
     upstream: Any = meta.get_numel_loaded
-    ours = patch.build(upstream, meta)
+    ours = session.seam(session.count, session.Rule.CAP)(upstream, meta)
 
     def loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
         param.data.copy_(loaded_weight)

@@ -3,7 +3,7 @@
     PYTHONPATH=<sources of a release> VLLM_TARGET_DEVICE=cpu python layers_case.py [--compiled]
 
 What is right is said by a second set of the same layers, which is loaded plainly and processed once. Memory that nobody wrote
-is NaN. Linear and MoE layers are left as a GPU leaves them, but where the name says `packed`: there they are repacked for the
+is NaN. Linear, embedding and MoE layers are left as a GPU leaves them, but where the name says `packed`: there they are repacked for the
 CPU. That, and int8, take the compiled operators of a release, which its sources do not have.
 """
 
@@ -202,10 +202,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     import vllm.config
     import vllm.distributed
-    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
 
     fused = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
-    methods = (linear.UnquantizedLinearMethod, fused.UnquantizedFusedMoEMethod)
+    methods = (
+        linear.UnquantizedLinearMethod,
+        fused.UnquantizedFusedMoEMethod,
+        vocab_parallel_embedding.UnquantizedEmbeddingMethod,
+    )
     packs = [method.process_weights_after_loading for method in methods]
     kinds = ["mixer", "qkv", "embedding", "experts"]
     if "--compiled" in sys.argv:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from ultra_patches.core import apply, discover, facts, hooks, settings
 from ultra_patches.core import stack as layers
-from ultra_patches.core.evidence import blocked_by, decision_for, sources_of, upstream_of
+from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
+from ultra_patches.core.order import in_order
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
@@ -39,7 +40,7 @@ def arm() -> None:
         chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
-    for patch in _in_order(patches):
+    for patch in in_order(patches).values():
         entries.setdefault(patch.id, Entry(patch))
     if chosen.run_dir and not _writers and not _own_command():
         from ultra_patches.run_dir.writer import Writer
@@ -93,21 +94,6 @@ def _own_command() -> bool:
     return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
 
 
-def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
-    """Each patch after those that it requires or is set over, however long the chain."""
-    ordered: dict[str, Patch] = {}
-
-    def add(patch: Patch, above: frozenset[str]) -> None:
-        for other in (*patch.requires, *patch.over):
-            if other in patches and other not in above:
-                add(patches[other], above | {other})
-        ordered.setdefault(patch.id, patch)
-
-    for patch in patches.values():
-        add(patch, frozenset({patch.id}))
-    return list(ordered.values())
-
-
 def disarm() -> None:
     """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
     for entry in reversed(entries.values()):
@@ -123,7 +109,8 @@ def status() -> list[PatchStatus]:
     """One row a patch, for this process, read back from the live functions."""
     hooks.settle()
     chosen = settings.read(entries)
-    return [_status(entry, chosen) for _, entry in sorted(entries.items())]
+    decided = decisions(chosen, [patch_id for patch_id, entry in entries.items() if entry.state is None])
+    return [_status(entry, decided.get(patch_id)) for patch_id, entry in sorted(entries.items())]
 
 
 def require(patch_id: str) -> None:
@@ -169,9 +156,10 @@ def _executed(module: ModuleType, late: bool) -> None:
 
 def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -> None:
     concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
-    decisions = [(entry, decision_for(entry.patch, chosen)) for entry in concerned]
+    decided = decisions(chosen, [entry.patch.id for entry in concerned])
     # Probes last: they must not run the functions of another patch that is half set.
-    for entry, decision in sorted(decisions, key=lambda pair: pair[1].action is Action.PROBE):
+    for entry in sorted(concerned, key=lambda entry: decided[entry.patch.id].action is Action.PROBE):
+        decision = decided[entry.patch.id]
         try:
             _advance(entry, decision, module, late)
         except apply.ForeignCodeError as error:
@@ -183,7 +171,9 @@ def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -
             layers.give_up(entry, State.FAILED, text)
     # Each comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
-        blocked = blocked_by(entry.patch, chosen, (entry.patch.id,)) if entry.applied and entry.patch.requires else None
+        blocked = None
+        if entry.applied and entry.patch.requires:
+            blocked = decisions(chosen, [entry.patch.id])[entry.patch.id].blocked
         if blocked is not None:
             layers.give_up(entry, *blocked)
         elif entry not in concerned:
@@ -244,11 +234,10 @@ def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, .
     return False
 
 
-def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
+def _status(entry: Entry, decision: Decision | None) -> PatchStatus:
     upstream = upstream_of(entry.patch.upstream)
     shown = Entry(entry.patch, entry.state, entry.reason, entry.variant, dict(entry.applied), entry.late)
-    if entry.state is None:
-        decision = decision_for(entry.patch, chosen)
+    if entry.state is None and decision is not None:
         shown.variant = decision.variant
         shown.record(decision.state, decision.reason)
         if entry.applied and decision.variant is not None:

@@ -7,6 +7,7 @@ docstrings, without blank lines, without the indentation they share.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import tokenize
@@ -78,7 +79,7 @@ def read(text: str, name: str) -> Source | None:
     Raises SyntaxError where the text is not Python of this interpreter.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    function = find(ast.parse(text), name)
+    function = find(_parsed(text), name)
     if function is None:
         return None
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
@@ -104,6 +105,11 @@ def read(text: str, name: str) -> Source | None:
     plain = {"staticmethod", "classmethod"}
     decorated = any(getattr(d, "id", None) not in plain for d in function.decorator_list)
     return Source(digest, signature(function), decorated)
+
+
+@functools.lru_cache(maxsize=4)  # the functions of one file are read in turn
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 _Place: TypeAlias = "tuple[int, int]"

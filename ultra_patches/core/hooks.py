@@ -25,19 +25,20 @@ _lock = threading.RLock()
 _looking = threading.local()
 
 
-def watch(name: str, callback: _Callback) -> None:
-    """Call `callback(module, late)` each time `name` has been executed; at once, with late=True, if it already was."""
+def watch(name: str, callback: _Callback) -> ModuleType | None:
+    """Call `callback(module, late)` each time `name` has been executed from now on; gives the module if it already was.
+
+    `late` is True where the module was being executed when its hook was set: others may have taken names out of it.
+    """
     with _lock:
         _watched[name] = callback
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     module = sys.modules.get(name)
-    if module is None:
-        return
-    if _initializing(module):
+    if module is not None and _initializing(module):
         _unfinished.add(name)
-    else:
-        callback(module, True)
+        return None
+    return module
 
 
 def unwatch_all() -> None:

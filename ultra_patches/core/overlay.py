@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ultra_patches.core import apply, discover, facts, hooks, settings
-from ultra_patches.core import stack as layers
+from ultra_patches.core import apply, discover, facts, hooks, settings, stack
+from ultra_patches.core.apply import Swap
 from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
@@ -68,8 +68,8 @@ def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
             chosen,
         )
         return
-    for module in dict.fromkeys(m for patch in patches.values() for m in patch.modules):
-        hooks.watch(module, _executed)
+    watched = dict.fromkeys(module for patch in patches.values() for module in patch.modules)
+    _set([module for name in watched if (module := hooks.watch(name, _executed)) is not None], True, chosen)
     if chosen.mode == "strict":
         for row in status():
             if row.state in BAD:
@@ -96,8 +96,9 @@ def _own_command() -> bool:
 
 def disarm() -> None:
     """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
-    for entry in reversed(entries.values()):
-        layers.take_off(entry)
+    with stack.rebinding() as swaps:
+        for entry in reversed(entries.values()):
+            stack.take_off(entry, swaps)
     while _writers:
         _writers.pop().stop()
     hooks.unwatch_all()
@@ -128,16 +129,20 @@ def revert(patch_id: str) -> None:
 
     Raises UltraPatchesError for an unknown id, and where someone has replaced our function since.
     """
-    entry = _known(patch_id)
-    for other in entries.values():
-        if patch_id in other.patch.requires and other.applied:
-            revert(other.patch.id)
-    try:
-        layers.take_off(entry)
-    except RuntimeError as error:
-        raise UltraPatchesError(f"{patch_id} cannot be reverted: {error}") from error
-    entry.record(State.REVERTED, "revert() was called in this process")
+    with stack.rebinding() as swaps:
+        _revert(_known(patch_id), swaps)
     _proof(settings.read(entries))
+
+
+def _revert(entry: Entry, swaps: list[Swap]) -> None:
+    for other in entries.values():
+        if entry.patch.id in other.patch.requires and other.applied:
+            _revert(other, swaps)
+    try:
+        stack.take_off(entry, swaps)
+    except RuntimeError as error:
+        raise UltraPatchesError(f"{entry.patch.id} cannot be reverted: {error}") from error
+    entry.record(State.REVERTED, "revert() was called in this process")
 
 
 def _known(patch_id: str) -> Entry:
@@ -149,33 +154,39 @@ def _known(patch_id: str) -> Entry:
 def _executed(module: ModuleType, late: bool) -> None:
     chosen = settings.read(entries)
     try:
-        _set_what_waits(module, late, chosen)
+        _set([module], late, chosen)
     finally:
         _proof(chosen)
 
 
-def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -> None:
+def _set(modules: Iterable[ModuleType], late: bool, chosen: settings.Settings) -> None:
+    """Set what waits for these modules, with one scan for all references that others hold to what is replaced."""
+    with stack.rebinding() as swaps:
+        for module in modules:
+            _set_what_waits(module, late, chosen, swaps)
+
+
+def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings, swaps: list[Swap]) -> None:
     concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
     decided = decisions(chosen, [entry.patch.id for entry in concerned])
     # Probes last: they must not run the functions of another patch that is half set.
     for entry in sorted(concerned, key=lambda entry: decided[entry.patch.id].action is Action.PROBE):
-        decision = decided[entry.patch.id]
         try:
-            _advance(entry, decision, module, late)
+            _advance(entry, decided[entry.patch.id], module, late, swaps)
         except apply.ForeignCodeError as error:
-            layers.give_up(
-                entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
-            )
+            stack.rebind(swaps)
+            text = f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
+            stack.give_up(entry, State.CONFLICT, text, swaps)
         except Exception as error:  # whatever went wrong must not end the user's import
             text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
-            layers.give_up(entry, State.FAILED, text)
+            stack.give_up(entry, State.FAILED, text, swaps)
     # Each comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
         blocked = None
         if entry.applied and entry.patch.requires:
             blocked = decisions(chosen, [entry.patch.id])[entry.patch.id].blocked
         if blocked is not None:
-            layers.give_up(entry, *blocked)
+            stack.give_up(entry, *blocked, swaps)
         elif entry not in concerned:
             continue
         if entry.state in BAD:
@@ -194,7 +205,7 @@ def _behaviour(patch: Patch) -> str:
     return f" ({said} the probe: {finding.detail})"
 
 
-def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -> None:
+def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool, swaps: list[Swap]) -> None:
     entry.variant = decision.variant
     if decision.variant is None:
         entry.record(decision.state, decision.reason)
@@ -204,6 +215,7 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
     # After a failure all of them or none, also where the others were imported before.
     together = entry.state in BAD
     if decision.action is Action.PROBE and not entry.applied:
+        stack.rebind(swaps)  # the probe runs what others have taken, too
         if not _shows_the_defect(entry, module, required):
             return
         together = True
@@ -211,7 +223,7 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
     for target in targets:
         here = hooks.ready(target.module, module.__name__) if target.optional else ready
         if (here if together else target.module == module.__name__) and _exists(target, entry):
-            changed = layers.put(entry, sys.modules[target.module], target, late=late or together)
+            changed = stack.put(entry, sys.modules[target.module], target, swaps, late=late or together)
             entry.late |= late and changed
     if all(target.key in entry.applied for target in required):
         entry.record(State.APPLIED_LATE if entry.late else State.APPLIED, decision.reason)

@@ -11,6 +11,7 @@ from ultra_patches.core.facts import Upstream
 from ultra_patches.core.fingerprint import Source
 from ultra_patches.core.gate import Decision, Evidence, decide_all
 from ultra_patches.core.ledger import entries
+from ultra_patches.core.order import clashes
 from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch
 
@@ -22,16 +23,18 @@ def decisions(chosen: Settings, ids: Iterable[str] | None = None) -> dict[str, D
     """
     from ultra_patches.core import lock
 
+    clashing = [clash for clash in clashes(tuple(entry.patch for entry in entries.values())) if clash.left_out]
     wanted = list(entries if ids is None else ids)
     for one in wanted:
-        wanted += [need for need in entries[one].patch.requires if need in entries and need not in wanted]
+        others = [*entries[one].patch.requires, *(other for c in clashing if one in c.ids for other in c.ids)]
+        wanted += [other for other in dict.fromkeys(others) if other in entries and other not in wanted]
     patches = {one: entries[one].patch for one in wanted}
     # Nothing is read for a patch that the user excludes, except where another one needs it.
     needed = {need for patch in patches.values() for need in patch.requires}
     read = {one for one in patches if one in needed or not chosen.excludes(one)}
     evidence = {one: _evidence(patch) if one in read else Evidence(None, {}) for one, patch in patches.items()}
     known = {one: state for one in patches if (state := entries[one].state) is not None}
-    return decide_all(patches, evidence, lock.load() if read else lock.Lock({}, {}, {}), chosen, known)
+    return decide_all(patches, evidence, lock.load() if read else lock.Lock({}, {}, {}), chosen, known, clashing)
 
 
 def _evidence(patch: Patch) -> Evidence:

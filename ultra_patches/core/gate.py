@@ -6,7 +6,7 @@ release that was measured get that release's verdict, other lines are probed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ultra_patches.core.facts import Upstream
 from ultra_patches.core.fingerprint import Source
 from ultra_patches.core.lock import AFFECTED, Lock
-from ultra_patches.core.order import in_order
+from ultra_patches.core.order import Clash, in_order
 from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch, Variant, Verdict
 
@@ -90,15 +90,17 @@ def decide_all(
     lock: Lock,
     settings: Settings,
     known: Mapping[str, State] = MappingProxyType({}),
+    clashes: Iterable[Clash] = (),
 ) -> dict[str, Decision]:
     """Decide on each patch after those that it needs, in one pass.
 
     A patch that would be set is not where one that it needs is not in force: it would uncover another defect. `known` holds
     the states that patches have reached in this process; they count for those that need them in place of the decision.
-    Needs that are not among `patches`, and needs in a circle, make a patch drifted. Raises KeyError where a patch has no
-    evidence.
+    Needs that are not among `patches`, and needs in a circle, make a patch drifted. Of two that clash, and would both be
+    set, those that are `left_out` are in conflict. Raises KeyError where a patch has no evidence.
     """
     alone = {name: decide(patch, evidence[name], lock, settings) for name, patch in patches.items()}
+    alone |= {name: decision for clash in clashes for name, decision in _apart(clash, alone, known).items()}
     # What a patch counts as for those that need it. One that waits for others counts when they are decided.
     states = {name: decision.state for name, decision in alone.items() if decision.action is Action.NOTHING}
     states.update((name, state) for name, state in known.items() if name in patches)
@@ -114,6 +116,19 @@ def decide_all(
         states.setdefault(name, decision.state)
         decisions[name] = decision
     return {name: decisions[name] for name in patches}
+
+
+def _apart(clash: Clash, alone: Mapping[str, Decision], known: Mapping[str, State]) -> dict[str, Decision]:
+    """Leave out what would be set without an order over or under another; what is in force already stays."""
+    if any(name not in alone or known.get(name) is State.REVERTED for name in clash.ids):
+        return {}
+    variants = [alone[name].variant for name in clash.ids]
+    targets = [{target.key for target in variant.targets} if variant else set() for variant in variants]
+    if not targets[0] & targets[1] & set(clash.keys):
+        return {}
+    in_force = {name for name in clash.ids if known.get(name) in (State.APPLIED, State.APPLIED_LATE)}
+    out = [name for name in clash.left_out if name not in in_force]
+    return dict.fromkeys(out, Decision(Action.NOTHING, State.CONFLICT, clash.text))
 
 
 def _blocked(patch: Patch, declared: Collection[str], states: Mapping[str, State]) -> tuple[State, str] | None:

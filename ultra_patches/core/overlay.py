@@ -15,7 +15,7 @@ from ultra_patches.core.apply import Swap
 from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
-from ultra_patches.core.order import in_order
+from ultra_patches.core.order import circles, clashes, in_order
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
@@ -68,12 +68,21 @@ def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
             chosen,
         )
         return
+    for text in _disorder(tuple(patches.values()), chosen):
+        _complain(text, chosen)
     watched = dict.fromkeys(module for patch in patches.values() for module in patch.modules)
     _set([module for name in watched if (module := hooks.watch(name, _executed)) is not None], True, chosen)
     if chosen.mode == "strict":
         for row in status():
             if row.state in BAD:
                 _complain(f"{row.id} is {row.state.value}: {row.reason}", chosen)
+
+
+def _disorder(patches: tuple[Patch, ...], chosen: settings.Settings) -> list[str]:
+    """What is wrong with the declared order of patches that the user wants."""
+    told = list(circles(patches).items())
+    told += [(frozenset(clash.ids), clash.text) for clash in clashes(patches) if clash.left_out]
+    return [text for ids, text in told if not any(map(chosen.excludes, ids))]
 
 
 def _proof(chosen: settings.Settings) -> None:

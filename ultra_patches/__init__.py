@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from ultra_patches import received
 from ultra_patches.bias.rule import check_router_biases, sync_dtype
+from ultra_patches.core import overlay as _overlay
+from ultra_patches.core import settings as _settings
 from ultra_patches.core.ledger import PatchStatus
-from ultra_patches.core.overlay import arm as _arm
 from ultra_patches.core.overlay import require, revert, status
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 
@@ -29,5 +30,19 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def _arm() -> None:
+    """Arm as the environment says now; where a run directory is set, its file is written from the start.
+
+    A process that is killed has then recorded what it imported. The overlay's own commands are no process of the run.
+    """
+    folder = _settings.read(()).run_dir
+    if folder is not None and not _settings.own_command():
+        from ultra_patches.run_dir import writer
+
+        writer.keep(folder)
+    _overlay.arm()
+
 
 _arm()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from ultra_patches.core import apply, discover, facts, hooks, settings, stack
+from ultra_patches.core import apply, discover, facts, hooks, ledger, settings, stack
 from ultra_patches.core.apply import Swap
 from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
@@ -19,12 +17,17 @@ from ultra_patches.core.order import circles, clashes, in_order
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
-if TYPE_CHECKING:
-    from ultra_patches.run_dir.writer import Writer
-
 _complained: set[str] = set()
-#: Keeps the file of this process in ULTRA_PATCHES_RUN_DIR; empty where that is not set.
-_writers: list[Writer] = []
+#: Whom to tell that something changed, and whom that nothing will any more.
+_listeners: list[tuple[Callable[[], str | None], Callable[[], None]]] = []
+
+
+def listen(changed: Callable[[], str | None], stop: Callable[[], None]) -> None:
+    """Call `changed` whenever a patch may have changed its state or an upstream was imported, and `stop` at `disarm`.
+
+    Takes effect with the next `arm`. `changed` gives one line to complain about, or None.
+    """
+    _listeners.append((changed, stop))
 
 
 def arm() -> None:
@@ -35,24 +38,19 @@ def arm() -> None:
     """
     patches, complaints = discover.patches()
     chosen = settings.read(patches)
-    if _own_command():
+    if settings.own_command():
         # It says by itself what is wrong with a setting, and must go on in strict mode to say why a patch is not set.
         chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
-    for patch in in_order(patches).values():
-        entries.setdefault(patch.id, Entry(patch))
-    if chosen.run_dir and not _writers and not _own_command():
-        from ultra_patches.run_dir.writer import Writer
-
-        _writers.append(Writer(chosen.run_dir, status))
+    ledger.declare(in_order(patches).values())
+    if _listeners:
         for package, _, _ in facts.UPSTREAMS.values():
-            # So that who is killed has told what it imported, also where nothing is to be set.
-            hooks.watch(package, lambda *_: _proof(settings.read(entries)))
+            hooks.watch(package, lambda *_: _tell(settings.read(entries)))
     try:
         _arm(patches, chosen)
     finally:
-        _proof(chosen)
+        _tell(chosen)
 
 
 def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
@@ -85,33 +83,29 @@ def _disorder(patches: tuple[Patch, ...], chosen: settings.Settings) -> list[str
     return [text for ids, text in told if not any(map(chosen.excludes, ids))]
 
 
-def _proof(chosen: settings.Settings) -> None:
-    """Tell the run directory what has become of the patches. Never raises, also in strict mode: it corrects nothing."""
-    for writer in _writers:
+def _tell(chosen: settings.Settings) -> None:
+    """Tell the listeners that something changed. Never raises, also in strict mode: they correct nothing."""
+    for changed, _ in _listeners:
         try:
-            said = writer.refresh()
+            said = changed()
         except Exception as error:
-            said = f"ULTRA_PATCHES_RUN_DIR: {type(error).__name__}: {error}"
+            said = f"{changed.__qualname__} failed with {type(error).__name__}: {error}"
         if said:
             _complain(said, replace(chosen, mode="warn"))
 
 
-def _own_command() -> bool:
-    """Whether this process is `ultra-patches` or `python -m ultra_patches`."""
-    if sys.argv[:1] == ["-m"]:  # what Python puts there while it imports the package
-        return "ultra_patches" in sys.orig_argv
-    return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
-
-
 def disarm() -> None:
-    """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
+    """Revert what was set, newest first, and forget the hooks and the listeners.
+
+    Raises RuntimeError where a target was replaced since.
+    """
     with stack.rebinding() as swaps:
-        for entry in reversed(entries.values()):
+        for entry in reversed(list(entries.values())):
             stack.take_off(entry, swaps)
-    while _writers:
-        _writers.pop().stop()
+    while _listeners:
+        _listeners.pop()[1]()
     hooks.unwatch_all()
-    entries.clear()
+    ledger.forget()
     _complained.clear()
 
 
@@ -140,7 +134,7 @@ def revert(patch_id: str) -> None:
     """
     with stack.rebinding() as swaps:
         _revert(_known(patch_id), swaps)
-    _proof(settings.read(entries))
+    _tell(settings.read(entries))
 
 
 def _revert(entry: Entry, swaps: list[Swap]) -> None:
@@ -165,7 +159,7 @@ def _executed(module: ModuleType, late: bool) -> None:
     try:
         _set([module], late, chosen)
     finally:
-        _proof(chosen)
+        _tell(chosen)
 
 
 def _set(modules: Iterable[ModuleType], late: bool, chosen: settings.Settings) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ultra_patches
 from ultra_patches.core import overlay, settings
 from ultra_patches.errors import UltraPatchesError
 
@@ -157,4 +158,4 @@ def _run(theirs: Callable[[], object]) -> None:
     # Every other setting is read again when an upstream is imported; what was off watches none.
     if was == "off" != settings.read(()).mode:
         overlay.disarm()
-        overlay.arm()
+        ultra_patches._arm()

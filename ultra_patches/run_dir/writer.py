@@ -179,6 +179,19 @@ class Writer:
             write(self._folder, self._last, self._host)
 
 
+#: The writer of this process, while the overlay is armed.
+_kept: list[Writer] = []
+
+
+def keep(folder: str) -> None:
+    """Keep the file of this process in a folder up to date until the overlay disarms; a second call changes nothing."""
+    from ultra_patches.core import overlay  # here, as reading the folder needs none of it
+
+    if not _kept:
+        _kept.append(Writer(folder, overlay.status))
+        overlay.listen(_kept[0].refresh, lambda: _kept.pop().stop())
+
+
 @dataclass(frozen=True)
 class Process:
     """What one process wrote. `patches` holds (upstream, state, reason), `imported` the versions of what is loaded."""

@@ -33,15 +33,12 @@ __version__ = "0.1.0"
 
 
 def _arm() -> None:
-    """Arm as the environment says now; where a run directory is set, its file is written from the start.
-
-    A process that is killed has then recorded what it imported. The overlay's own commands are no process of the run.
-    """
+    """Arm as the environment says now, and record this process where it names a run directory."""
     folder = _settings.read(()).run_dir
     if folder is not None and not _settings.own_command():
         from ultra_patches.run_dir import writer
 
-        writer.keep(folder)
+        writer.keep(folder)  # before arming, so that a killed process has recorded its imports
     _overlay.arm()
 
 

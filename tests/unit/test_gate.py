@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.gate import Action, Decision, Evidence, State, decide, decide_all
 from ultra_patches.core.lock import Lock
 from ultra_patches.core.settings import Settings
@@ -37,8 +37,8 @@ def upstream(version: str | None = "0.20.0") -> Upstream:
     return Upstream("vllm", "vllm", Path("/nowhere/vllm"), version, "vllm", version)
 
 
-def sources(digest: str, signature: str = "(a)", key: str = KEY) -> Mapping[str, Source]:
-    return {key: Source(digest, signature, False)}
+def sources(digest: str, signature: str = "(a)", key: str = KEY) -> Mapping[str, Fingerprint]:
+    return {key: Fingerprint(digest, signature, False)}
 
 
 def evidence(digest: str, version: str | None = "0.20.0", **more: object) -> Evidence:

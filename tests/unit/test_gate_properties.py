@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.gate import BAD, Action, Decision, Evidence, State, decide, decide_all
 from ultra_patches.core.lock import Lock
 from ultra_patches.core.settings import Settings
@@ -44,7 +44,7 @@ PATCHES = st.builds(
 )
 SOURCES = st.dictionaries(
     st.sampled_from(KEYS),
-    st.builds(Source, st.sampled_from(DIGESTS[1:]), st.sampled_from(["()", "(a)"]), st.booleans()),
+    st.builds(Fingerprint, st.sampled_from(DIGESTS[1:]), st.sampled_from(["()", "(a)"]), st.booleans()),
 )
 UPSTREAMS = st.one_of(st.none(), VERSIONS.map(upstream))
 EVIDENCE = st.builds(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ultra_patches.core import facts
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.gate import Decision, Evidence, decide_all
 from ultra_patches.core.ledger import entries
 from ultra_patches.core.order import clashes
@@ -57,7 +57,7 @@ def _located(name: str, loaded: bool, path: tuple[str, ...]) -> Upstream | None:
     return facts.locate(name)
 
 
-def sources_of(patch: Patch) -> dict[str, Source]:
+def sources_of(patch: Patch) -> dict[str, Fingerprint]:
     """The fingerprint of each target and watched function of a patch that is found on disk."""
     upstream = upstream_of(patch.upstream)
     if upstream is None:

@@ -12,7 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.lock import AFFECTED, Lock
 from ultra_patches.core.order import Clash, in_order
 from ultra_patches.core.settings import Settings
@@ -63,12 +63,12 @@ class Evidence:
     """Everything the gate looks at for one patch. `sources` holds each target and watched function found on disk."""
 
     upstream: Upstream | None
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Fingerprint]
     #: The verdict that `ultra-patches verify` kept for exactly these sources, if it did.
     remembered: Verdict | None = None
 
 
-def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]) -> dict[str, str]:
+def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Fingerprint]) -> dict[str, str]:
     """The digest of each function the verdict depends on; the empty string where it does not exist.
 
     Without a variant, all targets of all variants: none of them fits, and that is what identifies the release. What an
@@ -79,7 +79,7 @@ def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]
     return {key: sources[key].digest if key in sources else "" for key in keys}
 
 
-def choose(patch: Patch, sources: Mapping[str, Source]) -> Variant | None:
+def choose(patch: Patch, sources: Mapping[str, Fingerprint]) -> Variant | None:
     """The first variant of which every required target exists."""
     return next((v for v in patch.variants if all(t.key in sources for t in v.required)), None)
 
@@ -168,10 +168,10 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
 
 
 def _absent_there_too(upstream: Upstream, releases: tuple[str, ...], lock: Lock) -> bool:
-    """Whether a function that is not there tells that this is like a release that has none either.
+    """Whether the upstream lacks a function because it is like the releases that have none, by its version.
 
-    Absence identifies nothing: in a release after the last that was measured without the function it was moved or renamed,
-    and a source build may call itself 0.1.dev493.
+    A missing function alone identifies no release: later than those it may have been moved or renamed, and a source build
+    may call itself 0.1.dev493.
     """
     from packaging.version import InvalidVersion, Version
 

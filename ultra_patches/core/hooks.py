@@ -18,10 +18,10 @@ from types import ModuleType
 _Callback = Callable[[ModuleType, bool], None]
 
 _watched: dict[str, _Callback] = {}
-#: Modules that were being executed when their hook was set: nobody tells when they are done, so imports ask.
+#: Modules that were being executed when their hook was set. Nothing signals their end, so that each import checks.
 _unfinished: set[str] = set()
 _lock = threading.RLock()
-#: The module that this thread is looking for, so that a finder which asks us again (wrapt's) gets it from the others.
+#: The module that this thread is looking for: a finder that calls this one again, as wrapt's does, is left to the others.
 _looking = threading.local()
 
 
@@ -122,7 +122,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module and whoever inspects it see the loader they would have had.
+        # The module keeps its own loader, for whoever inspects it.
         spec = module.__spec__
         if spec is not None:
             spec.loader = self._loader

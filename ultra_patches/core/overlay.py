@@ -18,7 +18,7 @@ from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
 _complained: set[str] = set()
-#: Whom to tell that something changed, and whom that nothing will any more.
+#: What each listener gave: a function to call at each change, and one to call at the end.
 _listeners: list[tuple[Callable[[], str | None], Callable[[], None]]] = []
 
 
@@ -39,7 +39,7 @@ def arm() -> None:
     patches, complaints = discover.patches()
     chosen = settings.read(patches)
     if settings.own_command():
-        # It says by itself what is wrong with a setting, and must go on in strict mode to say why a patch is not set.
+        # The command reports wrong settings itself, and must not end in strict mode before it says why a patch is not set.
         chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
@@ -183,7 +183,7 @@ def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings, s
         except Exception as error:  # whatever went wrong must not end the user's import
             text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
             stack.give_up(entry, State.FAILED, text, swaps)
-    # Each comes after those that it requires, so that one pass is enough.
+    # An entry comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
         blocked = None
         if entry.applied and entry.patch.requires:
@@ -214,11 +214,11 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool, s
         entry.record(decision.state, decision.reason)
         return
     targets, required = decision.variant.targets, decision.variant.required
-    # What is set already stays decided: a probe would now run our own functions.
-    # After a failure all of them or none, also where the others were imported before.
+    # After a failure all targets are set or none, also those in modules that were executed before.
     together = entry.state in BAD
+    # Where some are set already a probe would run our own functions.
     if decision.action is Action.PROBE and not entry.applied:
-        stack.rebind(swaps)  # the probe runs what others have taken, too
+        stack.rebind(swaps)  # the probe may call other patches through references elsewhere
         if not _shows_the_defect(entry, module, required):
             return
         together = True

@@ -20,7 +20,7 @@ class Settings:
     disable: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
     complaints: tuple[str, ...] = ()
-    #: Where each process writes what it has, None where it does not.
+    #: The folder into which each process writes its file; None where none is written.
     run_dir: str | None = None
 
     def excludes(self, patch_id: str) -> str | None:

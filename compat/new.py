@@ -199,7 +199,7 @@ def _row(
     return Row(patch.id, state, functions=tuple(f for f in functions if f is not None))
 
 
-def _sources(patch: Patch, texts: Mapping[str, str | None]) -> dict[str, fingerprint.Source]:
+def _sources(patch: Patch, texts: Mapping[str, str | None]) -> dict[str, fingerprint.Fingerprint]:
     found = {}
     for key in patch.keys:
         module, _, name = key.partition(":")
@@ -212,7 +212,7 @@ def _sources(patch: Patch, texts: Mapping[str, str | None]) -> dict[str, fingerp
 
 def _function(
     key: str,
-    sources: tuple[Mapping[str, fingerprint.Source], Mapping[str, fingerprint.Source]],
+    sources: tuple[Mapping[str, fingerprint.Fingerprint], Mapping[str, fingerprint.Fingerprint]],
     texts: tuple[Mapping[str, str | None], Mapping[str, str | None]],
     titles: tuple[str, str],
 ) -> Function | None:

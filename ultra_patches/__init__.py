@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from ultra_patches import received
 from ultra_patches.bias.rule import check_router_biases, sync_dtype
+from ultra_patches.core import overlay as _overlay
+from ultra_patches.core import settings as _settings
 from ultra_patches.core.ledger import PatchStatus
-from ultra_patches.core.overlay import arm as _arm
 from ultra_patches.core.overlay import require, revert, status
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 
@@ -29,5 +30,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def _arm() -> None:
+    """Arm as the environment says now, and record this process where it names a run directory."""
+    folder = _settings.read(()).run_dir
+    if folder is not None and not _settings.own_command():
+        from ultra_patches.run_dir import writer
+
+        writer.keep(folder)  # before arming, so that a killed process has recorded its imports
+    _overlay.arm()
+
 
 _arm()

@@ -44,6 +44,8 @@ class Target:
     build: Build = field(repr=False)
     #: Set where it is there and imported, but not waited for: the correction is in force without it.
     optional: bool = False
+    #: Works the same over or under any other that says so of this function, so that no order need be declared.
+    commutes: bool = False
 
     @property
     def key(self) -> str:

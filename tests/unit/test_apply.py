@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import wrapt
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ultra_patches.core import apply
 from ultra_patches.patch import Target
@@ -42,6 +46,18 @@ class A:
 """
 
 
+#: A module that takes no new attributes.
+STUBBORN = """\
+import sys, types
+class Stubborn(types.ModuleType):
+    def __setattr__(self, name, value):
+        pass
+def f(x):
+    return 'upstream', x
+sys.modules[__name__].__class__ = Stubborn
+"""
+
+
 def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     """Corrects the first word of what the original returns."""
 
@@ -56,7 +72,19 @@ def target(name: str = "f", build: Any = build) -> Target:
 
 
 def set_it(module: ModuleType, name: str = "f", *, late: bool = False, patch_id: str = "toy") -> apply.Applied:
-    return apply.apply(patch_id, module, target(name), decorated=False, late=late)
+    return set_target(module, target(name), late=late, patch_id=patch_id)
+
+
+def set_target(module: ModuleType, to_set: Target, *, late: bool = False, patch_id: str = "toy") -> apply.Applied:
+    swaps: list[apply.Swap] = []
+    applied = apply.apply(patch_id, module, to_set, swaps, decorated=False, late=late)
+    return replace(applied, rebound=apply.rebind(swaps).get(id(applied.replacement), 0))
+
+
+def take_off(applied: apply.Applied) -> None:
+    swaps: list[apply.Swap] = []
+    apply.revert(applied, swaps)
+    apply.rebind(swaps)
 
 
 @pytest.fixture
@@ -78,7 +106,7 @@ def test_set_and_reverted(meta: ModuleType, name: str) -> None:
     before = CALLS[name](meta)
     applied = set_it(meta, name)
     assert CALLS[name](meta) == ("corrected", *before[1:])
-    apply.revert(applied)
+    take_off(applied)
     assert CALLS[name](meta) == before
 
 
@@ -89,7 +117,7 @@ def test_the_descriptor_stays_what_it_was(meta: ModuleType, name: str, kind: typ
     applied = set_it(meta, name)
     assert type(vars(meta.A)[attribute]) is kind
     assert meta.A().static(1)[1:] == (1,)
-    apply.revert(applied)
+    take_off(applied)
     assert type(vars(meta.A)[attribute]) is kind
     assert vars(meta.A)[attribute].__func__ is original
 
@@ -131,7 +159,7 @@ def test_a_build_that_raises_changes_nothing(meta: ModuleType) -> None:
 
     before = meta.f
     with pytest.raises(ValueError, match="no"):
-        apply.apply("toy", meta, target(build=fail), decorated=False, late=True)
+        set_target(meta, target(build=fail), late=True)
     assert meta.f is before
 
 
@@ -142,7 +170,7 @@ def test_late_every_stale_reference_is_rebound_counted_and_restored(meta: Module
     applied = set_it(meta, late=True)
     assert applied.rebound == 4
     assert user.f is user.g is vars(user.B)["h"] is foreign.f is meta.f
-    apply.revert(applied)
+    take_off(applied)
     assert user.f is user.g is vars(user.B)["h"] is foreign.f is meta.f is original
 
 
@@ -160,7 +188,7 @@ def test_a_name_taken_after_setting_is_restored_too(meta: ModuleType, load: Load
     applied = set_it(meta)
     user = load("toy.user", "from toy.meta import f\n")
     assert user.f is meta.f
-    apply.revert(applied)
+    take_off(applied)
     assert user.f(1) == ("upstream", 1)
 
 
@@ -169,7 +197,7 @@ def test_a_method_is_restored_where_a_class_refers_to_it(meta: ModuleType, load:
     applied = set_it(meta, "A.method", late=True)
     assert applied.rebound == 1
     assert user.B().method(1) == ("corrected", "B", 1)
-    apply.revert(applied)
+    take_off(applied)
     assert user.B().method(1) == ("upstream", "B", 1)
 
 
@@ -181,7 +209,7 @@ def test_replaced_after_ours_is_not_reverted_over(meta: ModuleType) -> None:
 
     meta.f = theirs  # type: ignore[attr-defined] # the stub's name
     with pytest.raises(RuntimeError, match=r"toy\.meta:f is now .*theirs.*revert that first"):
-        apply.revert(applied)
+        take_off(applied)
     assert meta.f is theirs
 
 
@@ -189,18 +217,12 @@ def test_reverting_where_the_module_is_gone_restores_what_took_the_name(meta: Mo
     applied = set_it(meta)
     user = load("toy.user", "from toy.meta import f\n")
     del sys.modules[MODULE]
-    apply.revert(applied)
+    take_off(applied)
     assert user.f(1) == ("upstream", 1)
 
 
 def test_a_read_back_that_gives_something_else_is_an_error(stub: Write) -> None:
-    stub(
-        MODULE,
-        "import sys, types\n"
-        "class Stubborn(types.ModuleType):\n    def __setattr__(self, name, value):\n        pass\n"
-        "def f(x):\n    return 'upstream', x\n"
-        "sys.modules[__name__].__class__ = Stubborn\n",
-    )
+    stub(MODULE, STUBBORN)
     module = importlib.import_module(MODULE)
     with pytest.raises(RuntimeError, match="reading it back gives another function"):
         set_it(module)
@@ -209,7 +231,109 @@ def test_a_read_back_that_gives_something_else_is_an_error(stub: Write) -> None:
 def test_one_patch_over_another_of_ours(meta: ModuleType) -> None:
     first = set_it(meta, patch_id="one")
     second = set_it(meta, patch_id="two")
-    apply.revert(second)
+    take_off(second)
     assert meta.f is first.replacement
-    apply.revert(first)
+    take_off(first)
     assert meta.f(1) == ("upstream", 1)
+
+
+def test_a_read_back_that_fails_rebinds_nothing(stub: Write, load: Load) -> None:
+    stub(MODULE, STUBBORN)
+    user = load("toy.user", f"from {MODULE} import f\n")
+    module = sys.modules[MODULE]
+    before = user.f
+    swaps: list[apply.Swap] = []
+    with pytest.raises(RuntimeError, match="reading it back"):
+        apply.apply("toy", module, target(), swaps, decorated=False, late=True)
+    assert (swaps, user.f is before) == ([], True)
+
+
+def test_one_scan_gives_each_reference_the_last_function_and_counts_it_for_all(meta: ModuleType, load: Load) -> None:
+    user = load("toy.user", "from toy.meta import A, f\n\nclass B:\n    g = f\n    method = A.method\n")
+    swaps: list[apply.Swap] = []
+    below = apply.apply("one", meta, target("f"), swaps, decorated=False, late=True)
+    above = apply.apply("two", meta, target("f"), swaps, decorated=False, late=True)
+    method = apply.apply("one", meta, target("A.method"), swaps, decorated=False, late=True)
+    counts = apply.rebind(swaps)
+    assert user.f is user.B.g is meta.f is above.replacement
+    assert user.B.method is meta.A.method is method.replacement
+    assert [counts[id(one.replacement)] for one in (below, above, method)] == [2, 2, 1]
+
+
+def test_what_is_set_and_taken_off_before_the_scan_leaves_every_reference(meta: ModuleType, load: Load) -> None:
+    user = load("toy.user", "from toy.meta import f\n")
+    original = user.f
+    swaps: list[apply.Swap] = []
+    apply.revert(apply.apply("one", meta, target("f"), swaps, decorated=False, late=True), swaps)
+    apply.rebind(swaps)
+    assert user.f is meta.f is original
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=8))
+def test_one_scan_binds_and_counts_as_a_scan_for_each_swap(drawn: list[tuple[int, int, bool]]) -> None:
+    functions = [eval("lambda: None") for _ in range(5)]
+    swaps = [apply.Swap(functions[old], functions[new], counted=counted) for old, new, counted in drawn if old != new]
+    names = [f"f{number}" for number in range(5)]
+
+    def module() -> ModuleType:
+        made = ModuleType("toy_holder")
+        vars(made).update(zip(names, functions, strict=True))
+        sys.modules["toy_holder"] = made
+        return made
+
+    try:
+        held, seen = module(), {}
+        for swap in swaps:
+            for key, count in apply.rebind([swap]).items():
+                seen[key] = seen.get(key, 0) + count
+        expected = [vars(held)[name] for name in names]
+        held = module()
+        assert apply.rebind(swaps) == seen
+        assert [vars(held)[name] for name in names] == expected
+    finally:
+        del sys.modules["toy_holder"]
+
+
+def wrapping(original: Callable[..., Any], module: ModuleType) -> Any:
+    """A wrapper of wrapt that corrects the first word, as `build` does."""
+
+    def corrected(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        return ("corrected", *wrapped(*args, **kwargs)[1:])
+
+    return wrapt.FunctionWrapper(original, corrected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("builds", [(wrapping,), (wrapping, wrapping), (build, wrapping), (wrapping, build)])
+def test_wrappers_of_wrapt_are_set_over_one_another_and_taken_off(
+    meta: ModuleType, load: Load, name: str, builds: tuple[Any, ...]
+) -> None:
+    user = load("toy.user", "from toy.meta import f, A\n\nclass B:\n    g = f\n")
+    before, attributes = CALLS[name](meta), dict(vars(meta.f))
+    original = apply.resolve(meta, name).function
+    found = [
+        set_target(meta, target(name, made), late=True, patch_id=str(number)) for number, made in enumerate(builds)
+    ]
+    for number, applied in enumerate(found):
+        assert apply.owner_of(applied.replacement) == str(number)
+        assert apply.is_in_place(applied)
+        assert set_target(meta, applied.target, patch_id=str(number)).replacement is applied.replacement
+    assert CALLS[name](meta) == ("corrected", *before[1:])
+    if name == "f":
+        assert user.f is vars(user.B)["g"] is meta.f
+        assert [applied.rebound for applied in found] == [2] * len(builds)
+    for applied in reversed(found):
+        take_off(applied)
+    assert apply.resolve(meta, name).function is original
+    assert CALLS[name](meta) == before
+    assert user.f is vars(user.B)["g"] is meta.f
+    assert vars(meta.f) == attributes
+
+
+def test_a_foreign_wrapper_over_one_of_wrapt_of_ours_is_foreign(meta: ModuleType) -> None:
+    applied = set_target(meta, target("f", wrapping))
+    meta.f = wrapping(meta.f, meta)  # type: ignore[attr-defined] # the stub's name
+    assert apply.owner_of(meta.f) is None
+    assert not apply.is_in_place(applied)
+    with pytest.raises(RuntimeError, match="FunctionWrapper"):
+        take_off(applied)

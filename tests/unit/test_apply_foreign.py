@@ -50,7 +50,7 @@ def rival(load: Load) -> ModuleType:
 
 
 def set_it(module: ModuleType, name: str = "f", *, decorated: bool = False) -> apply.Applied:
-    return apply.apply("toy", module, Target(MODULE, name, correct), decorated=decorated, late=False)
+    return apply.apply("toy", module, Target(MODULE, name, correct), [], decorated=decorated, late=False)
 
 
 FOREIGN = {
@@ -80,7 +80,7 @@ def test_a_foreign_wrapper_around_ours_is_not_ours(meta: ModuleType, rival: Modu
 
 
 def test_a_foreign_wrapper_around_another_patch_of_ours_is_not_overwritten(meta: ModuleType, rival: ModuleType) -> None:
-    apply.apply("other", meta, Target(MODULE, "f", correct), decorated=False, late=False)
+    apply.apply("other", meta, Target(MODULE, "f", correct), [], decorated=False, late=False)
     meta.f = rival.wrapping(meta.f)  # type: ignore[attr-defined] # the stub's name
     with pytest.raises(apply.ForeignCodeError):
         set_it(meta)

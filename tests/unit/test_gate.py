@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
-from ultra_patches.core.gate import Action, Decision, Evidence, State, decide
+from ultra_patches.core.fingerprint import Fingerprint
+from ultra_patches.core.gate import Action, Decision, Evidence, State, decide, decide_all
 from ultra_patches.core.lock import Lock
 from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch, Target, Variant, Verdict
@@ -37,8 +37,8 @@ def upstream(version: str | None = "0.20.0") -> Upstream:
     return Upstream("vllm", "vllm", Path("/nowhere/vllm"), version, "vllm", version)
 
 
-def sources(digest: str, signature: str = "(a)", key: str = KEY) -> Mapping[str, Source]:
-    return {key: Source(digest, signature, False)}
+def sources(digest: str, signature: str = "(a)", key: str = KEY) -> Mapping[str, Fingerprint]:
+    return {key: Fingerprint(digest, signature, False)}
 
 
 def evidence(digest: str, version: str | None = "0.20.0", **more: object) -> Evidence:
@@ -159,17 +159,64 @@ def test_no_version_is_said_to_be_unknown() -> None:
     assert "vllm of unknown version" in decide(patch(), evidence(NEW, None), lock(), Settings()).reason
 
 
+def decide_pair(user: str, base: str, *, disabled: bool = False, reached: State | None = None) -> dict[str, Decision]:
+    """Decide on `toy`, probed where its source is unknown, and `base`, which it needs and which is disabled or has `reached`."""
+    chosen = Settings(disable=frozenset({"base"} if disabled else ()))
+    known = {"base": reached} if reached else {}
+    patches = {
+        "toy": patch(requires=("base",), probe_after=("vllm.meta",)),
+        "base": declare("base", ("vllm.meta", "f")),
+    }
+    measured = lock()
+    both = Lock(measured.functions, measured.signatures, {**measured.verdicts, "base": measured.verdicts["toy"]})
+    return decide_all(patches, {"toy": evidence(user), "base": evidence(base)}, both, chosen, known)
+
+
 @pytest.mark.parametrize("digest", [OLD, NEW])
-def test_a_patch_that_needs_another_waits_for_it(digest: str) -> None:
-    blocked = (State.FAILED, "needs base, which is failed")
-    toy = patch(probe_after=("vllm.meta",))
-    decision = decide(toy, evidence(digest, blocked=blocked), lock(), Settings())
-    assert decision == Decision(Action.NOTHING, *blocked)
+@pytest.mark.parametrize("state", [State.FAILED, State.CONFLICT, State.DRIFTED, State.REVERTED])
+def test_a_patch_that_needs_another_is_not_set_where_that_one_is_not_in_force(digest: str, state: State) -> None:
+    decision = decide_pair(digest, OLD, reached=state)["toy"]
+    blocked = (state, f"needs base, which is {state.value}")
+    assert decision == Decision(Action.NOTHING, *blocked, blocked=blocked)
+
+
+@pytest.mark.parametrize("base", [OLD, FIXED])
+def test_a_patch_whose_need_is_armed_or_not_needed_is_set(base: str) -> None:
+    assert decide_pair(OLD, base)["toy"].action is Action.APPLY
+
+
+@pytest.mark.parametrize("state", [State.APPLIED, State.APPLIED_LATE, State.NOT_NEEDED])
+def test_what_became_of_a_need_counts_before_what_would_be_decided(state: State) -> None:
+    assert decide_pair(OLD, NEW)["toy"].state is State.DRIFTED
+    assert decide_pair(OLD, NEW, reached=state)["toy"].action is Action.APPLY
 
 
 def test_a_patch_that_is_not_needed_needs_no_other() -> None:
-    decision = decide(patch(), evidence(FIXED, blocked=(State.FAILED, "needs base")), lock(), Settings())
+    decision = decide_pair(FIXED, OLD, reached=State.FAILED)["toy"]
     assert decision.state is State.NOT_NEEDED
+    assert decision.blocked == (State.FAILED, "needs base, which is failed")
+
+
+@pytest.mark.parametrize(("base", "state"), [(OLD, State.DISABLED), (NEW, State.DISABLED), (FIXED, State.ARMED)])
+def test_a_disabled_need_blocks_unless_it_would_not_be_set_anyway(base: str, state: State) -> None:
+    assert decide_pair(OLD, base, disabled=True)["toy"].state is state
+
+
+def test_a_need_that_is_not_declared_is_named() -> None:
+    decision = decide_all({"toy": patch(requires=("base",))}, {"toy": evidence(OLD)}, lock(), Settings())["toy"]
+    assert (decision.state, decision.reason) == (State.DRIFTED, "needs base, which is not declared")
+
+
+def test_patches_that_need_each_other_are_drifted() -> None:
+    circle = {"toy": patch(requires=("b",)), "b": declare("b", ("vllm.meta", "f"), requires=("toy",))}
+    known = Lock(lock().functions, lock().signatures, {**lock().verdicts, "b": lock().verdicts["toy"]})
+    both = decide_all(circle, {"toy": evidence(OLD), "b": evidence(OLD)}, known, Settings())
+    assert {name: (d.state, d.reason) for name, d in both.items()} == {
+        "toy": (State.DRIFTED, "needs b, which is drifted"),
+        "b": (State.DRIFTED, "needs toy, which needs it in turn"),
+    }
+    itself = decide_all({"toy": patch(requires=("toy",))}, {"toy": evidence(OLD)}, lock(), Settings())["toy"]
+    assert (itself.state, itself.reason) == (State.DRIFTED, "needs toy, which needs it in turn")
 
 
 def test_a_watched_function_that_changed_makes_the_source_unknown() -> None:

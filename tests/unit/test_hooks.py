@@ -55,10 +55,18 @@ def test_called_before_an_importer_takes_a_name_out_of_it(stub: Write) -> None:
     assert importlib.import_module("toy.b").f == "new"
 
 
-def test_called_at_once_where_the_module_is_there(load: Callable[..., ModuleType], hook: Hook, calls: Calls) -> None:
+def test_a_module_that_is_there_is_given_and_calls_when_it_is_executed_again(
+    load: Callable[..., ModuleType], hook: Hook, calls: Calls
+) -> None:
     leaf = load(LEAF, "f = 1\n")
-    hooks.watch(LEAF, hook)
-    assert calls == [(leaf, True, ["f"])]
+    assert hooks.watch(LEAF, hook) is leaf
+    assert calls == []
+    importlib.reload(leaf)
+    assert calls == [(leaf, False, ["f"])]
+
+
+def test_nothing_is_given_where_the_module_is_not_there(hook: Hook) -> None:
+    assert hooks.watch(LEAF, hook) is None
 
 
 def test_only_the_watched_module_calls(stub: Write, hook: Hook, calls: Calls) -> None:
@@ -130,15 +138,6 @@ def test_called_again_on_reload(stub: Write, hook: Hook, calls: Calls) -> None:
     leaf = importlib.import_module(LEAF)
     assert importlib.reload(leaf) is leaf
     assert [module for module, _, _ in calls] == [leaf, leaf]
-
-
-def test_called_on_the_reload_of_a_module_that_was_there_first(
-    load: Callable[..., ModuleType], hook: Hook, calls: Calls
-) -> None:
-    leaf = load(LEAF, "f = 1\n")
-    hooks.watch(LEAF, hook)
-    importlib.reload(leaf)
-    assert [late for _, late, _ in calls] == [True, False]
 
 
 def test_called_again_on_import_after_removal(stub: Write, hook: Hook, calls: Calls) -> None:

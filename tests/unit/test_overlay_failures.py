@@ -175,7 +175,7 @@ def test_a_chain_of_needs_is_followed_whatever_their_number(vllm: Site) -> None:
         "def fail(*_):\n    raise ValueError('no')\n\n"
         "last = declare('last', ('vllm.both', 'two'), requires=('middle',))\n"
         "middle = declare('middle', ('vllm.both', 'one', fail), requires=('first', 'other'))\n"
-        "first = declare('first', (META, 'one'))\nother = declare('other', (META, 'one'))\n"
+        "first = declare('first', (META, 'one'))\nother = declare('other', (LAYERWISE, 'two'))\n"
         "known('affected', first, other, middle, last)",
         "first",
         "last",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ultra_patches.core import verdicts
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.patch import Patch, Verdict
 
 from .stub import declare
@@ -16,8 +16,8 @@ from .stub import declare
 KEY = "vllm.meta:f"
 
 
-def sources(digest: str = "one", key: str = KEY) -> Mapping[str, Source]:
-    return {key: Source(digest, "(a)", False)}
+def sources(digest: str = "one", key: str = KEY) -> Mapping[str, Fingerprint]:
+    return {key: Fingerprint(digest, "(a)", False)}
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_last_verdict_counts(toy: Patch) -> None:
     [sources("two"), {}, sources("one", "vllm.meta:g")],
     ids=["changed", "gone", "moved"],
 )
-def test_other_sources_have_no_verdict(toy: Patch, other: Mapping[str, Source]) -> None:
+def test_other_sources_have_no_verdict(toy: Patch, other: Mapping[str, Fingerprint]) -> None:
     verdicts.keep(toy, sources(), Verdict.DEFECT)
     assert verdicts.recall(toy, other) is None
 

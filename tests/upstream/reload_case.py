@@ -103,8 +103,10 @@ def _force(patch_id: str) -> None:
     """Set a patch where the gate would not: shows what the gate holds back."""
     from ultra_patches.core import apply, discover
 
+    swaps: list[apply.Swap] = []
     for target in discover.patches()[0][patch_id].variants[0].targets:
-        apply.apply(patch_id, importlib.import_module(target.module), target, decorated=False, late=True)
+        apply.apply(patch_id, importlib.import_module(target.module), target, swaps, decorated=False, late=True)
+    apply.rebind(swaps)
 
 
 def _bindings(name: str) -> dict[str, str]:

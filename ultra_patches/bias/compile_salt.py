@@ -29,7 +29,7 @@ def salted_by(patch_id: str) -> Target:
 
         return compute_hash
 
-    return Target("vllm.config.vllm", "VllmConfig.compute_hash", build, optional=True)
+    return Target("vllm.config.vllm", "VllmConfig.compute_hash", build, optional=True, commutes=True)
 
 
 def patches_of(config_hash: str) -> frozenset[str]:

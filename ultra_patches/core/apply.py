@@ -1,21 +1,23 @@
 """Set one function in place of another, and put it back: resolve, check, set, read back, rebind.
 
 Nothing here decides whether to. The functions that were set carry the id of their patch, so that a second call changes
-nothing and a foreign replacement is told from ours.
+nothing and a foreign replacement is told from ours. Other modules may have taken the function that was replaced: `rebind`
+gives them the new one, for many functions in one scan.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ultra_patches.patch import Target
 
-MARK = "__ultra_patch__"
+#: wrapt keeps a name with this prefix on the wrapper itself, and passes every other one on to what it wraps.
+MARK = "_self_ultra_patch"
 
 
 class ForeignCodeError(Exception):
@@ -46,7 +48,19 @@ class Applied:
     target: Target
     original: Callable[..., Any]
     replacement: Callable[..., Any]
-    rebound: int
+    rebound: int = 0
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A function that gave way to another at its own place, and may still be bound elsewhere."""
+
+    old: Callable[..., Any]
+    new: Callable[..., Any]
+    #: No module before this one in `sys.modules` can hold the old one; None where any may.
+    since: str | None = None
+    #: Whether a patch was set; taken off, its references are not counted.
+    counted: bool = False
 
 
 def resolve(module: ModuleType, name: str) -> Place:
@@ -108,25 +122,32 @@ def _code_on_disk(module: ModuleType, name: str) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def apply(patch_id: str, module: ModuleType, target: Target, *, decorated: bool, late: bool) -> Applied:
-    """Set a target and read it back. Raises ForeignCodeError, or RuntimeError where the read-back fails."""
+def apply(
+    patch_id: str, module: ModuleType, target: Target, swaps: list[Swap], *, decorated: bool, late: bool
+) -> Applied:
+    """Set a target, read it back, and add to `swaps` what is to be rebound; nothing where the patch has set it before.
+
+    `late` says that the module had been executed before, so that any other may have taken the function. Raises
+    ForeignCodeError, or RuntimeError where the read-back fails.
+    """
     place = resolve(module, target.name)
-    layer = place.function
-    while (owner := owner_of(layer)) is not None:
+    top = place.function
+    while (owner := owner_of(top)) is not None:
         if owner == patch_id:
-            return Applied(target, layer.__wrapped__, layer, 0)
-        layer = layer.__wrapped__
-    if layer is place.function:
+            return Applied(target, top.__wrapped__, top)
+        top = top.__wrapped__
+    if top is place.function:
         check_pristine(module, target.name, place, decorated)
     original = place.function
     replacement = target.build(original, module)
-    functools.update_wrapper(replacement, original)
+    if getattr(replacement, "__wrapped__", None) is not original:  # a wrapper of wrapt would pass all of this on
+        functools.update_wrapper(replacement, original)
     setattr(replacement, MARK, (patch_id, id(replacement)))
     setattr(place.owner, place.attribute, place.wrapped(replacement))
-    rebound = rebind(original, replacement, _since(module, late))
     if resolve(module, target.name).function is not replacement:
         raise RuntimeError(f"{target.key} was set, but reading it back gives another function")
-    return Applied(target, original, replacement, rebound)
+    swaps.append(Swap(original, replacement, None if late else module.__name__, counted=True))
+    return Applied(target, original, replacement)
 
 
 def owner_of(function: Any) -> str | None:
@@ -154,10 +175,10 @@ def replaced_since(applied: Applied) -> str | None:
     return None if live is applied.replacement else f"{applied.target.key} is now {describe(live)}"
 
 
-def revert(applied: Applied) -> None:
-    """Put the original back wherever ours is bound; patches over ours must have been taken off before.
+def revert(applied: Applied, swaps: list[Swap]) -> None:
+    """Put the original back at its place, and add to `swaps` what is to be rebound.
 
-    Raises RuntimeError where someone has replaced ours since.
+    Patches over ours must have been taken off before. Raises RuntimeError where someone has replaced ours since.
     """
     module = sys.modules.get(applied.target.module)
     if module is not None:
@@ -166,37 +187,69 @@ def revert(applied: Applied) -> None:
             raise RuntimeError(f"{replaced}: revert that first, then this patch")
         place = resolve(module, applied.target.name)
         setattr(place.owner, place.attribute, place.wrapped(applied.original))
-    rebind(applied.replacement, applied.original)
+    swaps.append(Swap(applied.replacement, applied.original))
 
 
-def _since(module: ModuleType, late: bool) -> list[Any]:
-    """The modules that may hold the original: all where late, else those imported while the target was executed."""
+def rebind(swaps: Sequence[Swap]) -> dict[int, int]:
+    """Replace every stale reference in the namespaces of loaded modules and of the classes they hold, in one scan.
+
+    A reference follows the swaps in their order, as if each had been followed by a scan of its own. Gives the references
+    that each function of a counted swap took over, by its id().
+    """
+    ends = {id(swap.old): _followed(swap.old, swaps) for swap in swaps}
+    # What is set again in its own place needs no scan.
+    ends = {key: (last, passed) for key, (last, passed) in ends.items() if passed or id(last) != key}
+    if not ends:
+        return {}
+    packages = {
+        id(swap.old): str(getattr(swap.old, "__module__", "")).partition(".")[0]
+        for swap in swaps
+        if id(swap.old) in ends
+    }
+    counts: dict[int, int] = {}
+    for namespace, key, function in list(_bindings(packages, _modules(swaps))):
+        last, passed = ends[function]
+        setattr(namespace, key, last)
+        for swap in passed:
+            counts[id(swap.new)] = counts.get(id(swap.new), 0) + 1
+    return counts
+
+
+def _followed(function: object, swaps: Sequence[Swap]) -> tuple[object, list[Swap]]:
+    """What a reference to a function becomes, and the counted swaps on the way."""
+    passed = []
+    for swap in swaps:
+        if swap.old is function:
+            function = swap.new
+            if swap.counted:
+                passed.append(swap)
+    return function, passed
+
+
+def _modules(swaps: Sequence[Swap]) -> list[object]:
+    """The modules that may hold what was replaced: those since the first of the targets', all where one was late."""
     names = list(sys.modules)
-    if late or module.__name__ not in names:
+    if any(swap.since is None or swap.since not in sys.modules for swap in swaps):
         return list(sys.modules.values())
-    return [sys.modules[name] for name in names[names.index(module.__name__) :]]
+    first = min(names.index(swap.since) for swap in swaps if swap.since is not None)
+    return [sys.modules[name] for name in names[first:]]
 
 
-def rebind(old: object, new: object, modules: list[Any] | None = None) -> int:
-    """Replace every binding of `old` in the namespaces of loaded modules and of the classes they hold; count them."""
-    count = 0
-    for namespace, key in list(_bindings(old, list(sys.modules.values()) if modules is None else modules)):
-        setattr(namespace, key, new)
-        count += 1
-    return count
-
-
-def _bindings(function: object, modules: list[Any]) -> Iterator[tuple[Any, str]]:
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
+def _bindings(packages: Mapping[int, str], modules: Sequence[object]) -> Iterator[tuple[Any, str, int]]:
+    """Where functions are bound: namespace, name and id(). `packages` has the top-level package of each by its id()."""
+    searched = frozenset(packages.values())
     for module in modules:
         if not isinstance(module, ModuleType):
             continue
+        package = module.__name__.partition(".")[0]
         # Classes are searched only where the upstream's own live: everyone else binds at module level.
-        own = module.__name__.partition(".")[0] == package
+        own = package in searched
+        if not own and packages.keys().isdisjoint(map(id, list(vars(module).values()))):
+            continue
         for key, value in list(vars(module).items()):
-            if value is function:
-                yield module, key
+            if id(value) in packages:
+                yield module, key, id(value)
             elif own and issubclass(type(value), type) and value.__module__ == module.__name__:
                 for name, member in list(vars(value).items()):
-                    if member is function:
-                        yield value, name
+                    if packages.get(id(member)) == package:
+                        yield value, name, id(member)

@@ -20,26 +20,35 @@ def patches() -> tuple[dict[str, Patch], list[str]]:
     found: dict[str, Patch] = {}
     complaints: list[str] = []
     for point in metadata.entry_points(group=GROUP):
-        owner = field_of(point.dist, "Name") or "?"
         try:
             patch = point.load()
         except (Exception, SystemExit) as error:  # a broken plug-in must not take the others with it
+            owner = _owner(point)
             complaints.append(f"patch {point.name!r} of {owner} cannot be read ({error!r}): update or remove {owner}")
             continue
-        _add(found, complaints, patch, f"{point.name!r} of {owner}")
+        complaint = _add(found, patch)
+        if complaint:
+            complaints.append(f"patch {point.name!r} of {_owner(point)} {complaint}")
     if not any(patch.origin == "ultra-patches" for patch in found.values()):
         package = importlib.import_module("ultra_patches.patches")
         for info in pkgutil.iter_modules(package.__path__):
             if not info.name.startswith("_"):
                 module = importlib.import_module(f"ultra_patches.patches.{info.name}")
-                _add(found, complaints, module.PATCH, info.name)
+                complaint = _add(found, module.PATCH)
+                if complaint:
+                    complaints.append(f"patch {info.name} {complaint}")
     return dict(sorted(found.items())), complaints
 
 
-def _add(found: dict[str, Patch], complaints: list[str], patch: object, source: str) -> None:
+def _add(found: dict[str, Patch], patch: object) -> str | None:
+    """What is wrong with a declaration that is left out."""
     if not isinstance(patch, Patch):
-        complaints.append(f"patch {source} is {type(patch).__name__}, not ultra_patches.patch.Patch: ignored")
-    elif patch.id in found and found[patch.id] is not patch:
-        complaints.append(f"patch {source} takes the id {patch.id!r} of another one: ignored")
-    else:
-        found[patch.id] = patch
+        return f"is {type(patch).__name__}, not ultra_patches.patch.Patch: ignored"
+    if found.setdefault(patch.id, patch) is not patch:
+        return f"takes the id {patch.id!r} of another one: ignored"
+    return None
+
+
+def _owner(point: metadata.EntryPoint) -> str:
+    # Asked only where there is something to say: each answer parses a METADATA file.
+    return field_of(point.dist, "Name") or "?"

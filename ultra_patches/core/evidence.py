@@ -1,50 +1,48 @@
-"""Gather what the gate looks at: where the upstream is, its functions on disk, kept verdicts, and patches it waits for."""
+"""Gather what the gate looks at: where the upstream is, its functions on disk, and the verdicts that `verify` kept."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 
-from ultra_patches.core import facts, settings
+from ultra_patches.core import facts
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
-from ultra_patches.core.gate import BAD, Decision, Evidence, State, decide
+from ultra_patches.core.fingerprint import Fingerprint
+from ultra_patches.core.gate import Decision, Evidence, decide_all
 from ultra_patches.core.ledger import entries
+from ultra_patches.core.order import clashes
+from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch
 
 
-def decision_for(patch: Patch, chosen: settings.Settings, above: tuple[str, ...] = ()) -> Decision:
-    """Gather the evidence on one patch and ask the gate. `above` are the patches that wait for this one."""
-    from ultra_patches.core import lock, verdicts
+def decisions(chosen: Settings, ids: Iterable[str] | None = None) -> dict[str, Decision]:
+    """Gather the evidence once and decide on every declared patch; with `ids` only on these and those that they need.
 
-    if chosen.excludes(patch.id):
-        return decide(patch, Evidence(None, {}), lock.Lock({}, {}, {}), chosen)
+    Raises KeyError for an id that is not declared.
+    """
+    from ultra_patches.core import lock
+
+    clashing = [clash for clash in clashes(tuple(entry.patch for entry in entries.values())) if clash.left_out]
+    wanted = list(entries if ids is None else ids)
+    for one in wanted:
+        others = [*entries[one].patch.requires, *(other for c in clashing if one in c.ids for other in c.ids)]
+        wanted += [other for other in dict.fromkeys(others) if other in entries and other not in wanted]
+    patches = {one: entries[one].patch for one in wanted}
+    # Nothing is read for a patch that the user excludes, except where another one needs it.
+    needed = {need for patch in patches.values() for need in patch.requires}
+    read = {one for one in patches if one in needed or not chosen.excludes(one)}
+    evidence = {one: _evidence(patch) if one in read else Evidence(None, {}) for one, patch in patches.items()}
+    known = {one: state for one in patches if (state := entries[one].state) is not None}
+    return decide_all(patches, evidence, lock.load() if read else lock.Lock({}, {}, {}), chosen, known, clashing)
+
+
+def _evidence(patch: Patch) -> Evidence:
+    from ultra_patches.core import verdicts
+
     upstream = upstream_of(patch.upstream)
     sources = sources_of(patch)
-    remembered = verdicts.recall(patch, sources) if upstream else None
-    blocked = blocked_by(patch, chosen, (*above, patch.id))
-    return decide(patch, Evidence(upstream, sources, remembered, blocked), lock.load(), chosen)
-
-
-def blocked_by(patch: Patch, chosen: settings.Settings, above: tuple[str, ...]) -> tuple[State, str] | None:
-    """The state and reason of a patch that needs one which is not in force; None where nothing is in its way."""
-    for other in patch.requires:
-        entry = entries.get(other)
-        if entry is None:
-            return State.DRIFTED, f"needs {other}, which is not declared"
-        if other in above:
-            return State.DRIFTED, f"needs {other}, which needs it in turn"
-        state = entry.state or decision_for(entry.patch, chosen, above).state
-        if state is State.DISABLED and _needless(entry.patch, above):
-            continue
-        if state in BAD or state in (State.DISABLED, State.REVERTED):
-            return state, f"needs {other}, which is {state.value}"
-    return None
-
-
-def _needless(patch: Patch, above: tuple[str, ...]) -> bool:
-    """Whether a patch that the user has turned off would not be set here anyway."""
-    return decision_for(patch, settings.Settings(), above).state is State.NOT_NEEDED
+    return Evidence(upstream, sources, verdicts.recall(patch, sources) if upstream else None)
 
 
 def upstream_of(name: str) -> Upstream | None:
@@ -59,7 +57,7 @@ def _located(name: str, loaded: bool, path: tuple[str, ...]) -> Upstream | None:
     return facts.locate(name)
 
 
-def sources_of(patch: Patch) -> dict[str, Source]:
+def sources_of(patch: Patch) -> dict[str, Fingerprint]:
     """The fingerprint of each target and watched function of a patch that is found on disk."""
     upstream = upstream_of(patch.upstream)
     if upstream is None:

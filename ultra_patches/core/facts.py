@@ -32,10 +32,10 @@ class Upstream:
     name: str
     package: str
     root: Path
-    #: As the imported tree states it, else as the metadata does; None where neither does.
+    #: As the imported tree states it, else as the metadata does; None where neither states one.
     version: str | None
     distribution: str | None
-    #: What the metadata beside or before the tree says, None without any.
+    #: As the distribution's metadata states it; None without metadata.
     metadata_version: str | None
 
     @property
@@ -134,11 +134,11 @@ def _decoded(path: Path) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_source(text: str, name: str) -> fingerprint.Source | None:
+def _read_source(text: str, name: str) -> fingerprint.Fingerprint | None:
     return fingerprint.read(text, name)
 
 
-def read_source(upstream: Upstream, key: str) -> fingerprint.Source | None:
+def read_source(upstream: Upstream, key: str) -> fingerprint.Fingerprint | None:
     """Fingerprint `module:name` from the file on disk, None where the file or the function is missing."""
     module, _, name = key.partition(":")
     path = upstream.path_of(module)

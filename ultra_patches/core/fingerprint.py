@@ -7,6 +7,7 @@ docstrings, without blank lines, without the indentation they share.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import tokenize
@@ -17,7 +18,7 @@ Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
 
 @dataclass(frozen=True)
-class Source:
+class Fingerprint:
     """One function as it stands on disk: 16 hex digits of the SHA-256 of its lines, and how it is called."""
 
     digest: str
@@ -72,13 +73,13 @@ def signature(function: Function) -> str:
     return f"({', '.join(parts)})"
 
 
-def read(text: str, name: str) -> Source | None:
+def read(text: str, name: str) -> Fingerprint | None:
     """Fingerprint one function of a module's text, None where it is not there.
 
     Raises SyntaxError where the text is not Python of this interpreter.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    function = find(ast.parse(text), name)
+    function = find(_parsed(text), name)
     if function is None:
         return None
     first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
@@ -103,7 +104,12 @@ def read(text: str, name: str) -> Source | None:
     # The descriptors leave no wrapper behind; the overlay looks through them.
     plain = {"staticmethod", "classmethod"}
     decorated = any(getattr(d, "id", None) not in plain for d in function.decorator_list)
-    return Source(digest, signature(function), decorated)
+    return Fingerprint(digest, signature(function), decorated)
+
+
+@functools.lru_cache(maxsize=4)  # the functions of one file are read in turn
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 _Place: TypeAlias = "tuple[int, int]"

@@ -6,13 +6,15 @@ release that was measured get that release's verdict, other lines are probed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
 
 from ultra_patches.core.facts import Upstream
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.lock import AFFECTED, Lock
+from ultra_patches.core.order import Clash, in_order
 from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch, Variant, Verdict
 
@@ -52,6 +54,8 @@ class Decision:
     state: State
     reason: str
     variant: Variant | None = None
+    #: State and reason of a patch in `requires` that is not in force; None where each of them is or is not needed.
+    blocked: tuple[State, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,12 @@ class Evidence:
     """Everything the gate looks at for one patch. `sources` holds each target and watched function found on disk."""
 
     upstream: Upstream | None
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Fingerprint]
     #: The verdict that `ultra-patches verify` kept for exactly these sources, if it did.
     remembered: Verdict | None = None
-    #: Why a patch in `requires` is not in force, None where each of them is or is not needed.
-    blocked: tuple[State, str] | None = None
 
 
-def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]) -> dict[str, str]:
+def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Fingerprint]) -> dict[str, str]:
     """The digest of each function the verdict depends on; the empty string where it does not exist.
 
     Without a variant, all targets of all variants: none of them fits, and that is what identifies the release. What an
@@ -77,13 +79,75 @@ def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Source]
     return {key: sources[key].digest if key in sources else "" for key in keys}
 
 
-def choose(patch: Patch, sources: Mapping[str, Source]) -> Variant | None:
+def choose(patch: Patch, sources: Mapping[str, Fingerprint]) -> Variant | None:
     """The first variant of which every required target exists."""
     return next((v for v in patch.variants if all(t.key in sources for t in v.required)), None)
 
 
+def decide_all(
+    patches: Mapping[str, Patch],
+    evidence: Mapping[str, Evidence],
+    lock: Lock,
+    settings: Settings,
+    known: Mapping[str, State] = MappingProxyType({}),
+    clashes: Iterable[Clash] = (),
+) -> dict[str, Decision]:
+    """Decide on each patch after those that it needs, in one pass.
+
+    A patch that would be set is not where one that it needs is not in force: it would uncover another defect. `known` holds
+    the states that patches have reached in this process; they count for those that need them in place of the decision.
+    Needs that are not among `patches`, and needs in a circle, make a patch drifted. Of two that clash, and would both be
+    set, those that are `left_out` are in conflict. Raises KeyError where a patch has no evidence.
+    """
+    alone = {name: decide(patch, evidence[name], lock, settings) for name, patch in patches.items()}
+    alone |= {name: decision for clash in clashes for name, decision in _apart(clash, alone, known).items()}
+    # What a patch counts as for those that need it. One that waits for others counts when they are decided.
+    states = {name: decision.state for name, decision in alone.items() if decision.action is Action.NOTHING}
+    states.update((name, state) for name, state in known.items() if name in patches)
+    for name in {need for patch in patches.values() for need in patch.requires if states.get(need) is State.DISABLED}:
+        if decide(patches[name], evidence[name], lock, Settings()).state is State.NOT_NEEDED:
+            states[name] = State.NOT_NEEDED  # disabled by the user, but it would not be set here anyway
+    decisions: dict[str, Decision] = {}
+    for name, patch in in_order(patches, lambda patch: patch.requires).items():
+        blocked = _blocked(patch, patches, states)
+        decision = replace(alone[name], blocked=blocked)
+        if blocked is not None and decision.action is not Action.NOTHING:
+            decision = Decision(Action.NOTHING, *blocked, blocked=blocked)
+        states.setdefault(name, decision.state)
+        decisions[name] = decision
+    return {name: decisions[name] for name in patches}
+
+
+def _apart(clash: Clash, alone: Mapping[str, Decision], known: Mapping[str, State]) -> dict[str, Decision]:
+    """Leave out what would be set without an order over or under another; what is in force already stays."""
+    if any(name not in alone or known.get(name) is State.REVERTED for name in clash.ids):
+        return {}
+    variants = [alone[name].variant for name in clash.ids]
+    targets = [{target.key for target in variant.targets} if variant else set() for variant in variants]
+    if not targets[0] & targets[1] & set(clash.keys):
+        return {}
+    in_force = {name for name in clash.ids if known.get(name) in (State.APPLIED, State.APPLIED_LATE)}
+    out = [name for name in clash.left_out if name not in in_force]
+    return dict.fromkeys(out, Decision(Action.NOTHING, State.CONFLICT, clash.text))
+
+
+def _blocked(patch: Patch, declared: Collection[str], states: Mapping[str, State]) -> tuple[State, str] | None:
+    for need in patch.requires:
+        if need not in declared:
+            return State.DRIFTED, f"needs {need}, which is not declared"
+        state = states.get(need)
+        if state is None:
+            return State.DRIFTED, f"needs {need}, which needs it in turn"
+        if state in BAD or state in (State.DISABLED, State.REVERTED):
+            return state, f"needs {need}, which is {state.value}"
+    return None
+
+
 def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> Decision:
-    """Weigh the user's wish, what is installed, what was measured, and what a probe said, in this order."""
+    """Weigh the user's wish, what is installed, what was measured, and what a probe said, in this order.
+
+    Other patches do not count here: `decide_all` asks for those that a patch needs.
+    """
     excluded = settings.excludes(patch.id)
     if excluded:
         return Decision(Action.NOTHING, State.DISABLED, excluded)
@@ -96,18 +160,18 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
         releases = ()
     verdicts = {lock.verdicts.get(patch.id, {}).get(release) for release in releases}
     if releases and verdicts == {AFFECTED} and variant is not None:
-        return _guarded(evidence, Decision(Action.APPLY, State.ARMED, _same_as(releases), variant))
+        return Decision(Action.APPLY, State.ARMED, _same_as(releases), variant)
     if releases and AFFECTED not in verdicts and None not in verdicts:
         why = _why_not_needed(patch, releases) if variant else "this release has none of the functions"
         return Decision(Action.NOTHING, State.NOT_NEEDED, why)
-    return _guarded(evidence, _unknown(patch, evidence, lock, upstream, variant))
+    return _unknown(patch, evidence, lock, upstream, variant)
 
 
 def _absent_there_too(upstream: Upstream, releases: tuple[str, ...], lock: Lock) -> bool:
-    """Whether a function that is not there tells that this is like a release that has none either.
+    """Whether the upstream lacks a function because it is like the releases that have none, by its version.
 
-    Absence identifies nothing: in a release after the last that was measured without the function it was moved or renamed,
-    and a source build may call itself 0.1.dev493.
+    A missing function alone identifies no release: later than those it may have been moved or renamed, and a source build
+    may call itself 0.1.dev493.
     """
     from packaging.version import InvalidVersion, Version
 
@@ -156,14 +220,6 @@ def _unknown(patch: Patch, evidence: Evidence, lock: Lock, upstream: Upstream, v
         State.DRIFTED,
         f"source of {here} is in no known release: run `ultra-patches verify {patch.id}` once, its verdict is kept",
     )
-
-
-def _guarded(evidence: Evidence, decision: Decision) -> Decision:
-    """A patch that would uncover another defect waits for the one that corrects it."""
-    if evidence.blocked is None or decision.action is Action.NOTHING:
-        return decision
-    state, reason = evidence.blocked
-    return Decision(Action.NOTHING, state, reason)
 
 
 def _same_as(releases: tuple[str, ...]) -> str:

@@ -18,26 +18,27 @@ from types import ModuleType
 _Callback = Callable[[ModuleType, bool], None]
 
 _watched: dict[str, _Callback] = {}
-#: Modules that were being executed when their hook was set: nobody tells when they are done, so imports ask.
+#: Modules that were being executed when their hook was set. Nothing signals their end, so that each import checks.
 _unfinished: set[str] = set()
 _lock = threading.RLock()
-#: The module that this thread is looking for, so that a finder which asks us again (wrapt's) gets it from the others.
+#: The module that this thread is looking for: a finder that calls this one again, as wrapt's does, is left to the others.
 _looking = threading.local()
 
 
-def watch(name: str, callback: _Callback) -> None:
-    """Call `callback(module, late)` each time `name` has been executed; at once, with late=True, if it already was."""
+def watch(name: str, callback: _Callback) -> ModuleType | None:
+    """Call `callback(module, late)` each time `name` has been executed from now on; gives the module if it already was.
+
+    `late` is True where the module was being executed when its hook was set: others may have taken names out of it.
+    """
     with _lock:
         _watched[name] = callback
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     module = sys.modules.get(name)
-    if module is None:
-        return
-    if _initializing(module):
+    if module is not None and _initializing(module):
         _unfinished.add(name)
-    else:
-        callback(module, True)
+        return None
+    return module
 
 
 def unwatch_all() -> None:
@@ -121,7 +122,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module and whoever inspects it see the loader they would have had.
+        # The module keeps its own loader, for whoever inspects it.
         spec = module.__spec__
         if spec is not None:
             spec.loader = self._loader

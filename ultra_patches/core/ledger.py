@@ -1,9 +1,14 @@
-"""What happened in this process, one entry a patch. Nothing here changes the program."""
+"""What happened in this process, one entry a patch. Nothing here changes the program.
+
+The overlay alone declares and forgets; all others look entries up.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 
 from ultra_patches.core.apply import Applied
 from ultra_patches.core.gate import State
@@ -55,4 +60,17 @@ class Entry:
         )
 
 
-entries: dict[str, Entry] = {}
+_entries: dict[str, Entry] = {}
+#: Every declared patch by id, each after those that it needs or is set over.
+entries: Mapping[str, Entry] = MappingProxyType(_entries)
+
+
+def declare(patches: Iterable[Patch]) -> None:
+    """Add an entry for each patch that has none."""
+    for patch in patches:
+        _entries.setdefault(patch.id, Entry(patch))
+
+
+def forget() -> None:
+    """Remove every entry."""
+    _entries.clear()

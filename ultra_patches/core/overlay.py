@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from ultra_patches.core import apply, discover, facts, hooks, settings
-from ultra_patches.core import stack as layers
-from ultra_patches.core.evidence import blocked_by, decision_for, sources_of, upstream_of
+from ultra_patches.core import apply, discover, facts, hooks, ledger, settings, stack
+from ultra_patches.core.apply import Swap
+from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
+from ultra_patches.core.order import circles, clashes, in_order
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
 
-if TYPE_CHECKING:
-    from ultra_patches.run_dir.writer import Writer
-
 _complained: set[str] = set()
-#: Keeps the file of this process in ULTRA_PATCHES_RUN_DIR; empty where that is not set.
-_writers: list[Writer] = []
+#: What each listener gave: a function to call at each change, and one to call at the end.
+_listeners: list[tuple[Callable[[], str | None], Callable[[], None]]] = []
+
+
+def listen(changed: Callable[[], str | None], stop: Callable[[], None]) -> None:
+    """Call `changed` whenever a patch may have changed its state or an upstream was imported, and `stop` at `disarm`.
+
+    Takes effect with the next `arm`. `changed` gives one line to complain about, or None.
+    """
+    _listeners.append((changed, stop))
 
 
 def arm() -> None:
@@ -34,24 +38,19 @@ def arm() -> None:
     """
     patches, complaints = discover.patches()
     chosen = settings.read(patches)
-    if _own_command():
-        # It says by itself what is wrong with a setting, and must go on in strict mode to say why a patch is not set.
+    if settings.own_command():
+        # The command reports wrong settings itself, and must not end in strict mode before it says why a patch is not set.
         chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
-    for patch in _in_order(patches):
-        entries.setdefault(patch.id, Entry(patch))
-    if chosen.run_dir and not _writers and not _own_command():
-        from ultra_patches.run_dir.writer import Writer
-
-        _writers.append(Writer(chosen.run_dir, status))
+    ledger.declare(in_order(patches).values())
+    if _listeners:
         for package, _, _ in facts.UPSTREAMS.values():
-            # So that who is killed has told what it imported, also where nothing is to be set.
-            hooks.watch(package, lambda *_: _proof(settings.read(entries)))
+            hooks.watch(package, lambda *_: _tell(settings.read(entries)))
     try:
         _arm(patches, chosen)
     finally:
-        _proof(chosen)
+        _tell(chosen)
 
 
 def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
@@ -67,55 +66,46 @@ def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
             chosen,
         )
         return
-    for module in dict.fromkeys(m for patch in patches.values() for m in patch.modules):
-        hooks.watch(module, _executed)
+    for text in _disorder(tuple(patches.values()), chosen):
+        _complain(text, chosen)
+    watched = dict.fromkeys(module for patch in patches.values() for module in patch.modules)
+    _set([module for name in watched if (module := hooks.watch(name, _executed)) is not None], True, chosen)
     if chosen.mode == "strict":
         for row in status():
             if row.state in BAD:
                 _complain(f"{row.id} is {row.state.value}: {row.reason}", chosen)
 
 
-def _proof(chosen: settings.Settings) -> None:
-    """Tell the run directory what has become of the patches. Never raises, also in strict mode: it corrects nothing."""
-    for writer in _writers:
+def _disorder(patches: tuple[Patch, ...], chosen: settings.Settings) -> list[str]:
+    """What is wrong with the declared order of patches that the user wants."""
+    told = list(circles(patches).items())
+    told += [(frozenset(clash.ids), clash.text) for clash in clashes(patches) if clash.left_out]
+    return [text for ids, text in told if not any(map(chosen.excludes, ids))]
+
+
+def _tell(chosen: settings.Settings) -> None:
+    """Tell the listeners that something changed. Never raises, also in strict mode: they correct nothing."""
+    for changed, _ in _listeners:
         try:
-            said = writer.refresh()
+            said = changed()
         except Exception as error:
-            said = f"ULTRA_PATCHES_RUN_DIR: {type(error).__name__}: {error}"
+            said = f"{changed.__qualname__} failed with {type(error).__name__}: {error}"
         if said:
             _complain(said, replace(chosen, mode="warn"))
 
 
-def _own_command() -> bool:
-    """Whether this process is `ultra-patches` or `python -m ultra_patches`."""
-    if sys.argv[:1] == ["-m"]:  # what Python puts there while it imports the package
-        return "ultra_patches" in sys.orig_argv
-    return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
-
-
-def _in_order(patches: Mapping[str, Patch]) -> list[Patch]:
-    """Each patch after those that it requires or is set over, however long the chain."""
-    ordered: dict[str, Patch] = {}
-
-    def add(patch: Patch, above: frozenset[str]) -> None:
-        for other in (*patch.requires, *patch.over):
-            if other in patches and other not in above:
-                add(patches[other], above | {other})
-        ordered.setdefault(patch.id, patch)
-
-    for patch in patches.values():
-        add(patch, frozenset({patch.id}))
-    return list(ordered.values())
-
-
 def disarm() -> None:
-    """Revert what was set and forget the hooks, newest first. Raises RuntimeError where a target was replaced since."""
-    for entry in reversed(entries.values()):
-        layers.take_off(entry)
-    while _writers:
-        _writers.pop().stop()
+    """Revert what was set, newest first, and forget the hooks and the listeners.
+
+    Raises RuntimeError where a target was replaced since.
+    """
+    with stack.rebinding() as swaps:
+        for entry in reversed(list(entries.values())):
+            stack.take_off(entry, swaps)
+    while _listeners:
+        _listeners.pop()[1]()
     hooks.unwatch_all()
-    entries.clear()
+    ledger.forget()
     _complained.clear()
 
 
@@ -123,7 +113,8 @@ def status() -> list[PatchStatus]:
     """One row a patch, for this process, read back from the live functions."""
     hooks.settle()
     chosen = settings.read(entries)
-    return [_status(entry, chosen) for _, entry in sorted(entries.items())]
+    decided = decisions(chosen, [patch_id for patch_id, entry in entries.items() if entry.state is None])
+    return [_status(entry, decided.get(patch_id)) for patch_id, entry in sorted(entries.items())]
 
 
 def require(patch_id: str) -> None:
@@ -141,16 +132,20 @@ def revert(patch_id: str) -> None:
 
     Raises UltraPatchesError for an unknown id, and where someone has replaced our function since.
     """
-    entry = _known(patch_id)
+    with stack.rebinding() as swaps:
+        _revert(_known(patch_id), swaps)
+    _tell(settings.read(entries))
+
+
+def _revert(entry: Entry, swaps: list[Swap]) -> None:
     for other in entries.values():
-        if patch_id in other.patch.requires and other.applied:
-            revert(other.patch.id)
+        if entry.patch.id in other.patch.requires and other.applied:
+            _revert(other, swaps)
     try:
-        layers.take_off(entry)
+        stack.take_off(entry, swaps)
     except RuntimeError as error:
-        raise UltraPatchesError(f"{patch_id} cannot be reverted: {error}") from error
+        raise UltraPatchesError(f"{entry.patch.id} cannot be reverted: {error}") from error
     entry.record(State.REVERTED, "revert() was called in this process")
-    _proof(settings.read(entries))
 
 
 def _known(patch_id: str) -> Entry:
@@ -162,30 +157,39 @@ def _known(patch_id: str) -> Entry:
 def _executed(module: ModuleType, late: bool) -> None:
     chosen = settings.read(entries)
     try:
-        _set_what_waits(module, late, chosen)
+        _set([module], late, chosen)
     finally:
-        _proof(chosen)
+        _tell(chosen)
 
 
-def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings) -> None:
+def _set(modules: Iterable[ModuleType], late: bool, chosen: settings.Settings) -> None:
+    """Set what waits for these modules, with one scan for all references that others hold to what is replaced."""
+    with stack.rebinding() as swaps:
+        for module in modules:
+            _set_what_waits(module, late, chosen, swaps)
+
+
+def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings, swaps: list[Swap]) -> None:
     concerned = [e for e in entries.values() if module.__name__ in e.patch.modules and e.state is not State.REVERTED]
-    decisions = [(entry, decision_for(entry.patch, chosen)) for entry in concerned]
+    decided = decisions(chosen, [entry.patch.id for entry in concerned])
     # Probes last: they must not run the functions of another patch that is half set.
-    for entry, decision in sorted(decisions, key=lambda pair: pair[1].action is Action.PROBE):
+    for entry in sorted(concerned, key=lambda entry: decided[entry.patch.id].action is Action.PROBE):
         try:
-            _advance(entry, decision, module, late)
+            _advance(entry, decided[entry.patch.id], module, late, swaps)
         except apply.ForeignCodeError as error:
-            layers.give_up(
-                entry, State.CONFLICT, f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
-            )
+            stack.rebind(swaps)
+            text = f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
+            stack.give_up(entry, State.CONFLICT, text, swaps)
         except Exception as error:  # whatever went wrong must not end the user's import
             text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
-            layers.give_up(entry, State.FAILED, text)
-    # Each comes after those that it requires, so that one pass is enough.
+            stack.give_up(entry, State.FAILED, text, swaps)
+    # An entry comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
-        blocked = blocked_by(entry.patch, chosen, (entry.patch.id,)) if entry.applied and entry.patch.requires else None
+        blocked = None
+        if entry.applied and entry.patch.requires:
+            blocked = decisions(chosen, [entry.patch.id])[entry.patch.id].blocked
         if blocked is not None:
-            layers.give_up(entry, *blocked)
+            stack.give_up(entry, *blocked, swaps)
         elif entry not in concerned:
             continue
         if entry.state in BAD:
@@ -204,16 +208,17 @@ def _behaviour(patch: Patch) -> str:
     return f" ({said} the probe: {finding.detail})"
 
 
-def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -> None:
+def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool, swaps: list[Swap]) -> None:
     entry.variant = decision.variant
     if decision.variant is None:
         entry.record(decision.state, decision.reason)
         return
     targets, required = decision.variant.targets, decision.variant.required
-    # What is set already stays decided: a probe would now run our own functions.
-    # After a failure all of them or none, also where the others were imported before.
+    # After a failure all targets are set or none, also those in modules that were executed before.
     together = entry.state in BAD
+    # Where some are set already a probe would run our own functions.
     if decision.action is Action.PROBE and not entry.applied:
+        stack.rebind(swaps)  # the probe may call other patches through references elsewhere
         if not _shows_the_defect(entry, module, required):
             return
         together = True
@@ -221,7 +226,7 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool) -
     for target in targets:
         here = hooks.ready(target.module, module.__name__) if target.optional else ready
         if (here if together else target.module == module.__name__) and _exists(target, entry):
-            changed = layers.put(entry, sys.modules[target.module], target, late=late or together)
+            changed = stack.put(entry, sys.modules[target.module], target, swaps, late=late or together)
             entry.late |= late and changed
     if all(target.key in entry.applied for target in required):
         entry.record(State.APPLIED_LATE if entry.late else State.APPLIED, decision.reason)
@@ -244,11 +249,10 @@ def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, .
     return False
 
 
-def _status(entry: Entry, chosen: settings.Settings) -> PatchStatus:
+def _status(entry: Entry, decision: Decision | None) -> PatchStatus:
     upstream = upstream_of(entry.patch.upstream)
     shown = Entry(entry.patch, entry.state, entry.reason, entry.variant, dict(entry.applied), entry.late)
-    if entry.state is None:
-        decision = decision_for(entry.patch, chosen)
+    if entry.state is None and decision is not None:
         shown.variant = decision.variant
         shown.record(decision.state, decision.reason)
         if entry.applied and decision.variant is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 MODES = ("off", "warn", "strict")
 
@@ -18,7 +20,7 @@ class Settings:
     disable: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
     complaints: tuple[str, ...] = ()
-    #: Where each process writes what it has, None where it does not.
+    #: The folder into which each process writes its file; None where none is written.
     run_dir: str | None = None
 
     def excludes(self, patch_id: str) -> str | None:
@@ -30,6 +32,13 @@ class Settings:
         if self.only is not None and patch_id not in self.only:
             return "not listed in ULTRA_PATCHES_ONLY"
         return None
+
+
+def own_command() -> bool:
+    """Whether this process is `ultra-patches` or `python -m ultra_patches`."""
+    if sys.argv[:1] == ["-m"]:  # what Python puts there while it imports the package
+        return "ultra_patches" in sys.orig_argv
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "ultra-patches"
 
 
 def nearest(word: str, known: Collection[str]) -> str:
@@ -55,7 +64,7 @@ def read(known_ids: Collection[str], environ: Mapping[str, str] | None = None) -
         ]
         lists[variable] = ids
     run_dir = env.get("ULTRA_PATCHES_RUN_DIR", "").strip() or None
-    if run_dir and not os.path.isabs(run_dir):  # noqa: PTH117 # pathlib is not needed for anything else here
+    if run_dir and not Path(run_dir).is_absolute():
         complaints.append(f"ULTRA_PATCHES_RUN_DIR={run_dir!r} is not absolute: a process elsewhere writes elsewhere")
     only = lists["ULTRA_PATCHES_ONLY"] or None
     return Settings(mode, lists["ULTRA_PATCHES_DISABLE"], only, tuple(complaints), run_dir)

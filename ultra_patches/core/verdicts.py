@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ultra_patches.core.fingerprint import Source
+from ultra_patches.core.fingerprint import Fingerprint
 from ultra_patches.core.gate import choose, digests
 from ultra_patches.patch import Patch, Verdict
 
@@ -23,14 +23,14 @@ def folder() -> Path:
     return Path(base, "ultra-patches", "verdicts")
 
 
-def file_of(patch: Patch, sources: Mapping[str, Source]) -> Path:
+def file_of(patch: Patch, sources: Mapping[str, Fingerprint]) -> Path:
     """The file of one verdict; each has its own, so that processes that verify at once do not lose each other's."""
     seen = digests(patch, choose(patch, sources), sources)
     text = json.dumps([patch.id, patch.last_checked, sorted(seen.items())])
     return folder() / f"{patch.id}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
-def recall(patch: Patch, sources: Mapping[str, Source]) -> Verdict | None:
+def recall(patch: Patch, sources: Mapping[str, Fingerprint]) -> Verdict | None:
     """The verdict kept for exactly these sources, None without one."""
     try:
         kept = file_of(patch, sources).read_bytes().strip()
@@ -39,7 +39,7 @@ def recall(patch: Patch, sources: Mapping[str, Source]) -> Verdict | None:
     return next((v for v in (Verdict.DEFECT, Verdict.CLEAN) if kept == v.value.encode()), None)
 
 
-def keep(patch: Patch, sources: Mapping[str, Source], verdict: Verdict) -> str | None:
+def keep(patch: Patch, sources: Mapping[str, Fingerprint], verdict: Verdict) -> str | None:
     """Remember a verdict; gives one line to print where the file cannot be written."""
     path = file_of(patch, sources)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")

@@ -3,7 +3,7 @@
     ray.init(runtime_env=ultra_patches.entrypoints.ray.runtime_env({"env_vars": {"NCCL_DEBUG": "WARN"}}))
 
 Ray takes one `worker_process_setup_hook`, and only from `ray.init` or the job submission: in the runtime_env of one
-task or actor it is silently without effect. A hook that is set already still runs, before ours. Ray writes into the
+task or actor Ray ignores it silently. A hook that is set already still runs, before ours. Ray writes into the
 dict that it is given, so call this again for the next `ray.init`. Ray stores a runtime_env in its control store and
 shows it in its dashboard, so that no secret is put into it unasked.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ultra_patches
 from ultra_patches.core import overlay, settings
 from ultra_patches.errors import UltraPatchesError
 
@@ -25,7 +26,7 @@ USER_HOOK = "ULTRA_PATCHES_RAY_USER_HOOK"
 #: vLLM copies only the prefixes that it knows, and those named here, to the Ray workers that it starts.
 VLLM_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
-#: Ray's own note of the hook. It stays in the user's `env_vars` after `ray.init`, and refuses another one.
+#: Where Ray notes the hook. It stays in the user's `env_vars` after `ray.init`, and makes the next one refuse another hook.
 _RAY_NOTE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 _PREFIXES = ("ULTRA_PATCHES", "VLLM_", "HF_", "HUGGING_FACE_", "NCCL_", "FI_")
 _FOLDERS = frozenset(
@@ -43,7 +44,7 @@ _FOLDERS = frozenset(
         "XDG_CACHE_HOME",
     }
 )
-#: True of one process or one host: another that gets them binds the wrong address or takes another's rank.
+#: Valid in one process or on one host: elsewhere they give a wrong address or the rank of another process.
 _LOCAL = frozenset(
     {
         USER_HOOK,
@@ -87,8 +88,8 @@ def runtime_env(
 def setup() -> None:
     """Ray calls this in each worker before its first task: the user's hook named in the environment, then ours.
 
-    The package, and with it the patches, has been armed when Ray found this function, so that the user's hook may
-    import an upstream. Raises what that hook raises; in strict mode also UltraPatchesError.
+    Ray has imported this package to find the function, and that has armed the patches: the user's hook may import an
+    upstream. Raises what that hook raises; in strict mode also UltraPatchesError.
     """
     name = os.environ.get(USER_HOOK)
     if name:
@@ -154,7 +155,7 @@ def _named(path: str) -> Callable[[], object]:
 def _run(theirs: Callable[[], object]) -> None:
     was = settings.read(()).mode
     theirs()
-    # Every other setting is read again when an upstream is imported; what was off watches none.
+    # All other settings are read again when an upstream is imported, but where the mode was off no import is watched.
     if was == "off" != settings.read(()).mode:
         overlay.disarm()
-        overlay.arm()
+        ultra_patches._arm()

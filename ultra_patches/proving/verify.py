@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ultra_patches.core import facts
-from ultra_patches.core.evidence import decision_for
+from ultra_patches.core.evidence import decisions
 from ultra_patches.core.gate import State
 from ultra_patches.core.settings import Settings
 from ultra_patches.patch import Patch, Verdict
@@ -112,17 +112,17 @@ def _verify(progress: Callable[[str], None], patches: Sequence[Patch]) -> list[R
         return [Row(patch.id, name, None, None, None, "not installed", why) for patch in patches]
     progress(f"{name}: without patches")
     without = run_probes(patches, patched=False)
-    decisions = {patch.id: decision_for(patch, Settings()) for patch in patches}
+    decided = decisions(Settings(), [patch.id for patch in patches])
     # Elsewhere nothing would be set, so a second process would run the same code.
     affected = [
         patch
         for patch in patches
-        if decisions[patch.id].state is not State.NOT_NEEDED or without[patch.id].verdict not in ("clean", "absent")
+        if decided[patch.id].state is not State.NOT_NEEDED or without[patch.id].verdict not in ("clean", "absent")
     ]
     progress(f"{name}: with each patch")
     patched = run_probes(affected, patched=True) if affected else {}
     return [
-        _row(patch, upstream, without[patch.id], patched.get(patch.id), decisions[patch.id].reason) for patch in patches
+        _row(patch, upstream, without[patch.id], patched.get(patch.id), decided[patch.id].reason) for patch in patches
     ]
 
 

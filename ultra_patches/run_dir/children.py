@@ -1,4 +1,4 @@
-"""Which processes this one has started, so that one without the overlay, which cannot speak for itself, is missed.
+"""The processes that this one has started: a child without the overlay writes no file, and is noticed by that.
 
 vLLM starts its EngineCore and its workers through multiprocessing; torchrun gives each rank its number and the world's size.
 Used only where ULTRA_PATCHES_RUN_DIR is set.
@@ -27,7 +27,7 @@ def watch(tell: Callable[[], object]) -> None:
             _own().append((self.pid, self.name))
             tell()
 
-    BaseProcess.start = start  # type: ignore[method-assign] # there is no event
+    BaseProcess.start = start  # type: ignore[method-assign] # multiprocessing calls no hook here
 
 
 def unwatch() -> None:
@@ -41,7 +41,7 @@ def started() -> list[dict[str, object]]:
 
 
 def _own() -> list[tuple[int, str]]:
-    # A forked child has the list of its parent.
+    # A forked child starts with the list of its parent.
     if _owner != [os.getpid()]:
         _owner[:] = [os.getpid()]
         _started.clear()

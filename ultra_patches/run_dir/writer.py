@@ -40,7 +40,7 @@ def write(folder: str | os.PathLike[str], rows: Sequence[PatchStatus], host: str
     """Write or replace the file of this process. One line where that cannot be done, None where it was."""
     host = host or platform.node() or "unknown"
     pid = os.getpid()
-    # The time tells a process from one that had its pid before, or has it in another container of the same name.
+    # A pid is used again, and by containers of the same name at once: the time tells the processes apart.
     name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:100]}-{pid}-{_started.setdefault(pid, time.time_ns())}.json"
     text = json.dumps(_content(rows, host, pid), indent=1)
     temporary = Path(folder, f".{name}.{threading.get_ident()}.{next(_count)}.tmp")
@@ -126,6 +126,19 @@ def _role() -> str:
     return (Path(sys.argv[0]).name if sys.argv else "") or "python"
 
 
+#: The writer of this process, while the overlay is armed.
+_kept: list[Writer] = []
+
+
+def keep(folder: str) -> None:
+    """Keep the file of this process in a folder up to date until the overlay disarms; a second call changes nothing."""
+    from ultra_patches.core import overlay  # here, as reading the folder needs none of it
+
+    if not _kept:
+        _kept.append(Writer(folder, overlay.status))
+        overlay.listen(_kept[0].refresh, lambda: _kept.pop().stop())
+
+
 class Writer:
     """Keeps the file of this process up to date, and gives a forked child its own."""
 
@@ -142,7 +155,10 @@ class Writer:
             os.register_at_fork(after_in_child=self._forked)
 
     def refresh(self) -> str | None:
-        """Write what is so now. Never waits: who finds another thread, or itself, at it leaves it to that one."""
+        """Write the file as things are now; one line where that cannot be done.
+
+        Never waits: while another thread, or an outer call, is writing, that one is left to write once more.
+        """
         said = None
         self._due = not self._stopped
         while self._due and self._busy.acquire(blocking=False):
@@ -161,7 +177,7 @@ class Writer:
         atexit.unregister(self.refresh)
 
     def _forked(self) -> None:
-        self._busy = threading.Lock()  # the thread that held it may not be here
+        self._busy = threading.Lock()  # a thread of the parent may have held it
         if self._stopped:
             return
         self._again()
@@ -174,7 +190,7 @@ class Writer:
         sys.modules["multiprocessing.util"].Finalize(None, self.refresh, exitpriority=0)
 
     def _again(self) -> None:
-        # Nothing is imported or asked here, as another thread of the parent may hold the lock of a module.
+        # Imports nothing and asks for no status: a thread of the parent may have held the lock of a module at the fork.
         if not self._stopped:
             write(self._folder, self._last, self._host)
 

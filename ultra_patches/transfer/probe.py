@@ -192,7 +192,7 @@ def _send(engine: Any, rank: int, items: list[tuple[str, Any]], packed: bool, bu
         return SimpleNamespace(raise_for_status=lambda: None)
 
     engine.requests = SimpleNamespace(post=post)
-    gathers = getattr(static.trainer_send_weights, "__ultra_patch__", None)
+    gathers = getattr(static.trainer_send_weights, "_self_ultra_patch", None)
     static.trainer_send_weights(iter(items), {"mode": "http", "url": "", **({"gather": True} if gathers else {})})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ultra_patches.core import lock, settings
 from ultra_patches.core.discover import patches
-from ultra_patches.core.evidence import decision_for
+from ultra_patches.core.evidence import decisions
 from ultra_patches.core.facts import UPSTREAMS, locate
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
@@ -51,8 +51,10 @@ def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) 
         found.append(checks.check_version(upstream, {r for digests in locked for rs in digests.values() for r in rs}))
         found.append(checks.check_record(upstream, facts.rewritten(upstream)))
     found.append(checks.check_process(facts.process(), "this process"))
-    needed = [e for e in entries.values() if imports and decision_for(e.patch, chosen).action is not Action.NOTHING]
-    for name in sorted({entry.patch.upstream for entry in needed}):
+    needed = (
+        [one for one, decision in decisions(chosen).items() if decision.action is not Action.NOTHING] if imports else []
+    )
+    for name in sorted({entries[one].patch.upstream for one in needed}):
         found.append(checks.check_process(facts.fresh_process(name), f"a fresh process that imports {name}"))
     once: dict[tuple[str, str], Finding] = {}
     for finding in chain.from_iterable(found):

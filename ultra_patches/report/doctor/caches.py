@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ultra_patches.bias import compile_salt
-from ultra_patches.core.evidence import decision_for
+from ultra_patches.core.evidence import decisions
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
 from ultra_patches.core.settings import Settings
@@ -21,12 +21,13 @@ def root_of(environ: Mapping[str, str]) -> Path:
 
 def salts(chosen: Settings) -> frozenset[str]:
     """The patches that change what is traced and would be set here."""
-    return frozenset(
+    salted = [
         patch_id
         for patch_id, entry in entries.items()
         if any(target.name == "VllmConfig.compute_hash" for target in entry.patch.variants[0].targets)
-        and decision_for(entry.patch, chosen).action is not Action.NOTHING
-    )
+    ]
+    decided = decisions(chosen, salted)
+    return frozenset(patch_id for patch_id in salted if decided[patch_id].action is not Action.NOTHING)
 
 
 def check_caches(root: Path, expected: frozenset[str]) -> Iterator[Finding]:

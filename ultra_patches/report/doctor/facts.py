@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ultra_patches.core import apply, facts, hooks, overlay, settings
-from ultra_patches.core.evidence import decision_for, sources_of
+from ultra_patches.core.evidence import decisions, sources_of
 from ultra_patches.core.gate import BAD, Action, State, choose
 from ultra_patches.core.ledger import PatchStatus, entries
 
@@ -142,10 +142,10 @@ def refused(folder: str) -> tuple[bool, str | None]:
 def process() -> Process:
     """What became of the patches in this process, and who else has set what they would replace."""
     rows = tuple(overlay.status())
-    chosen = settings.read(entries)
+    decided = decisions(settings.read(entries), [row.id for row in rows if row.state is State.ARMED])
     unfired = []
     for row in rows:
-        decision = decision_for(entries[row.id].patch, chosen) if row.state is State.ARMED else None
+        decision = decided[row.id] if row.state is State.ARMED else None
         after = entries[row.id].patch.probe_after if decision and decision.action is Action.PROBE else ()
         targets = decision.variant.required if decision and decision.variant else ()
         modules = [*(target.module for target in targets), *after]
@@ -200,8 +200,9 @@ def fresh_process(upstream: str, timeout: float = 300) -> Process:
 def main(upstream: str) -> int:
     """Import the modules of the needed patches of one upstream and print what became of them."""
     chosen = settings.read(entries)
-    needed = [e.patch for e in entries.values() if e.patch.upstream == upstream]
-    wanted = [(patch, d) for patch in needed if (d := decision_for(patch, chosen)).action is not Action.NOTHING]
+    needed = [patch_id for patch_id, entry in entries.items() if entry.patch.upstream == upstream]
+    decided = decisions(chosen, needed)
+    wanted = [(entries[one].patch, decided[one]) for one in needed if decided[one].action is not Action.NOTHING]
     failed: dict[str, str] = {}
     for prepare in dict.fromkeys(patch.prepare for patch, _ in wanted if patch.prepare):
         prepare()

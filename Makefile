@@ -15,7 +15,7 @@ demo: $(STACK)
 	$(BIN)/ultra-patches verify
 	@echo "== A real vLLM engine takes new weights and gives them back"
 	@rm -rf $(VENV)/.run
-	ULTRA_PATCHES_RUN_DIR=$(CURDIR)/$(VENV)/.run $(BIN)/python -W ignore examples/weight_update_session.py
+	ULTRA_PATCHES_RUN_DIR=$(CURDIR)/$(VENV)/.run $(BIN)/python -W ignore -m examples.weight_update_session
 	@echo "== Every process of that engine, and whether they have the same patches"
 	$(BIN)/ultra-patches status --run-dir $(VENV)/.run
 	@echo "== GRPO: Megatron trains, vLLM generates, and the weights go between them"

@@ -15,7 +15,7 @@ demo: $(STACK)
 	$(BIN)/ultra-patches verify
 	@echo "== A real vLLM engine takes new weights and gives them back"
 	@rm -rf $(VENV)/.run
-	ULTRA_PATCHES_RUN_DIR=$(CURDIR)/$(VENV)/.run $(BIN)/python -W ignore examples/weight_update_session.py
+	ULTRA_PATCHES_RUN_DIR=$(CURDIR)/$(VENV)/.run $(BIN)/python -W ignore -m examples.weight_update_session
 	@echo "== Every process of that engine, and whether they have the same patches"
 	$(BIN)/ultra-patches status --run-dir $(VENV)/.run
 	@echo "== GRPO: Megatron trains, vLLM generates, and the weights go between them"
@@ -45,6 +45,7 @@ check: $(STACK)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(STACK)
 	$(BIN)/python -m pytest tests/bench
@@ -60,7 +61,7 @@ $(STACK): pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON312)" -m venv $(VENV)
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --disable-pip-version-check --quiet uv
 	@# Bytecode, because every probe and every engine process imports the stack anew.
-	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group stack --group grpo --group dev --editable .
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group stack --group grpo --group dev --group docs --editable .
 	@# Megatron's own requirements name GPU packages that do not build here, and its modules do without.
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --no-deps --group megatron
 	@rm -f $(VENV)/.stack-*

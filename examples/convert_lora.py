@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from examples.grpo.errors import RunError, reported
+from examples.errors import RunError, reported
 from examples.lora import base, checkpoint, cli, names, peft, settings, verify
 from examples.lora.plan import plan
 

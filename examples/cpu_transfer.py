@@ -121,7 +121,7 @@ class SharedFileEngine(WeightTransferEngine[SharedFileInitInfo, SharedFileUpdate
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
         """Asked for up to vLLM 0.26; here the trainer calls `pack`."""
-        raise NotImplementedError("call cpu_transfer.pack and update_weights")
+        raise NotImplementedError("call examples.cpu_transfer.pack and update_weights")
 
 
 class WorkerExtension:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.planning import driver
 from examples.planning.layout import GPU_MIB, ULTRA_TARGETS, Layout, Lora, Rollout, Sync, Trainer
 from examples.planning.model import Model, read

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import tiny_nemotron_h
+from examples import tiny_nemotron_h
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ def engine(checkpoint: Path) -> Iterator["LLM"]:
     """An engine that serves the checkpoint; its processes have ended when the block is left."""
     say(f"starting an engine on {checkpoint.name} ...")
     began = time.monotonic()
-    from cpu_transfer import ENGINE_ARGS
+    from examples.cpu_transfer import ENGINE_ARGS
 
     llm = _start(checkpoint, ENGINE_ARGS)
     say(f"started in {time.monotonic() - began:.1f} s")
@@ -130,7 +130,7 @@ def score(llm: "LLM") -> Logprobs:
 
 def update(llm: "LLM", tensors: Mapping[str, "Tensor"]) -> int:
     """Send all tensors in one weight-update session, TENSORS_PER_CHUNK at a time; returns the chunk count."""
-    from cpu_transfer import pack
+    from examples.cpu_transfer import pack
 
     names = list(tensors)
     chunks = [names[start : start + TENSORS_PER_CHUNK] for start in range(0, len(names), TENSORS_PER_CHUNK)]

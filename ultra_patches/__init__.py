@@ -29,7 +29,10 @@ __all__ = [
     "sync_dtype",
 ]
 
-__version__ = "0.1.0"
+try:
+    from ultra_patches._version import __version__
+except ImportError:  # a source tree that was never built or installed has no version file
+    __version__ = "0+unknown"
 
 
 def _arm() -> None:

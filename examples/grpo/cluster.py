@@ -11,8 +11,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import ultra_patches
+from examples.errors import RunError
 from examples.grpo.config import Config
-from examples.grpo.errors import RunError
 from ultra_patches.entrypoints.ray import runtime_env
 
 #: The patches without which weights do not arrive as they were, by where they act.
@@ -72,6 +72,18 @@ class TrainerActor:
     def sync(self) -> None:
         """Send all weights to the engines."""
         self.send()
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        from examples.grpo import trainer_state
+
+        trainer_state.save(self.policy, folder)
+
+    def load(self, folder: Path) -> None:
+        """Read it again."""
+        from examples.grpo import trainer_state
+
+        trainer_state.load(self.policy, folder)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the policy."""

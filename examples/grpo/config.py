@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from yaml import YAMLError
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 InitMethod = Literal["xavier", "normal", "kaiming", "zero"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.errors import RunError
 from examples.grpo.config import Config
-from examples.grpo.errors import RunError
 from examples.grpo.reward import gsm8k_reward
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.grpo import lora, losses, plain_layers, trainer_state
+from examples.grpo import lora, losses, plain_layers
 from examples.grpo.config import Config, Schedule
 from examples.grpo.losses import Batch
 
@@ -244,14 +244,6 @@ class Policy:
         finally:
             for part, state in zip(self.model, current, strict=True):
                 part.load_state_dict(state, strict=True)
-
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer and schedule as a Megatron distributed checkpoint."""
-        trainer_state.save(self, folder)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on the same tensor-, pipeline- and expert-parallel sizes."""
-        trainer_state.load(self, folder)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, in the files of the one that the run began with.

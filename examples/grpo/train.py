@@ -21,9 +21,9 @@ import ray
 import torch
 from torch import Tensor
 
+from examples.errors import RunError
 from examples.grpo import checkpoint, cluster, data, diagnose, grpo, report
 from examples.grpo.config import Config, load
-from examples.grpo.errors import RunError
 from examples.grpo.reward import gsm8k_reward
 
 Metrics = dict[str, float]
@@ -47,7 +47,7 @@ class Run:
         begin = steps[-1] if steps else 0
         if steps:
             self.schedule()
-            self.cluster.train("load", checkpoint.folder(self.config.out, begin))
+            self.cluster.on_trainers("load", checkpoint.folder(self.config.out, begin))
             self.report.say(f"resumed after GRPO step {begin}")
         else:
             self.supervise()
@@ -218,7 +218,7 @@ class Run:
         last = step == self.config.grpo.steps or self.done()
         if step % self.config.save_every and not last:
             return
-        self.cluster.train("save", checkpoint.partial(self.config.out, step))
+        self.cluster.on_trainers("save", checkpoint.partial(self.config.out, step))
         checkpoint.complete(self.config.out, step, self.config.keep)
 
     def done(self) -> bool:

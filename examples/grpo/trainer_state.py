@@ -1,22 +1,21 @@
 """What a trainer rank keeps in a checkpoint: the model, or its adapters alone, the optimizer and the learning-rate schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
 
 from examples.grpo import lora, plain_layers
-
-if TYPE_CHECKING:
-    from examples.grpo.policy import Policy
+from examples.grpo.policy import Policy
 
 
 def save(policy: Policy, folder: Path) -> None:
-    """Write the folder, on all ranks; with adapters its run_config.yaml says what they are, as Megatron-Bridge's does."""
+    """Write a Megatron distributed checkpoint, on all ranks.
+
+    With adapters its run_config.yaml says what they are, as Megatron-Bridge's does.
+    """
     from megatron.core import dist_checkpointing
 
     if policy.rank == 0:
@@ -29,7 +28,7 @@ def save(policy: Policy, folder: Path) -> None:
 
 
 def load(policy: Policy, folder: Path) -> None:
-    """Read it again, every tensor that was written and no other."""
+    """Read what `save` wrote, every tensor and no other, on the same tensor-, pipeline- and expert-parallel sizes."""
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load(_state(policy, is_loading=True), str(folder))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 
 class Layout(Enum):

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 
 @dataclass(frozen=True)

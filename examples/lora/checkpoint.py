@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 RUN_CONFIG = "run_config.yaml"
 LATEST = "latest_checkpointed_iteration.txt"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora.checkpoint import Checkpoint, Entry
 
 #: `optimizer.state.exp_avg.…`, `chained_1.optimizer.distributed.…`: Megatron puts every optimizer tensor under these, the

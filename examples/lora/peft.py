@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora import base
 from examples.lora.settings import Settings
 

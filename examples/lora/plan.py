@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, cat
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora import rows
 from examples.lora.architecture import CANONICAL, LM_HEAD, OUTPUT_LAYER, Architecture, Layout, Linear, architecture
 from examples.lora.base import Base

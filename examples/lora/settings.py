@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 #: The classes of megatron.bridge.peft whose adapters are two matrices beside a weight.
 _PLAIN_LORA = ("LoRA", "VLMLoRA", "CanonicalLoRA")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from examples.grpo.errors import RunError, reported
+from examples.errors import RunError, reported
 from examples.lora import base, cli, peft
 
 #: Of fp32: sums of a few products in two orders.

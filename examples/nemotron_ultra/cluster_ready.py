@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import ray
 
-from examples.grpo.errors import RunError, reported
+from examples.errors import RunError, reported
 
 
 def wait(address: str, wanted: int, timeout_s: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.grpo.reward import final_number
 
 SPLITS = ("train", "test")

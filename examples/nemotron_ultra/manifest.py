@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 
 MANIFEST = "stage-manifest.json"
 INDEX = "model.safetensors.index.json"

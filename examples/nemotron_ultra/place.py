@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.nemotron_ultra.manifest import File, is_part, sha256
 
 CHUNK = 16 << 20

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
-from examples.grpo.errors import RunError, reported
+from examples.errors import RunError, reported
 from examples.nemotron_ultra import gsm8k, manifest
 from examples.nemotron_ultra.cluster_ready import answers
 from examples.nemotron_ultra.place import Contents, Hub, Mirror, Part, Placed, place

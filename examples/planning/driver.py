@@ -8,8 +8,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from examples.errors import RunError
 from examples.grpo import config as grpo
-from examples.grpo.errors import RunError
 from examples.planning.layout import Lora, Rollout, Sync, Trainer
 
 Section = TypeVar("Section", bound=BaseModel)

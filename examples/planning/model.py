@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.planning import weights
 from examples.planning.weights import Block, Weight
 

@@ -14,17 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import tiny_nemotron_h
-import weight_update_session as example
-
+from examples import tiny_nemotron_h
+from examples import weight_update_session as example
 from ultra_patches.reload.session import ATOMIC
 
 
 def send(llm: Any, folder: str, tensors: Mapping[str, Any], *calls: Sequence[str]) -> None:
     """One session in these calls, each of these names."""
-    from cpu_transfer import pack
+    from examples.cpu_transfer import pack
 
     llm.start_weight_update()
     for number, names in enumerate(calls):
@@ -35,7 +34,7 @@ def send(llm: Any, folder: str, tensors: Mapping[str, Any], *calls: Sequence[str
 
 def fail(llm: Any, folder: str, tensors: Mapping[str, Any], calls: Sequence[Sequence[str]]) -> str:
     """A session whose last call finds nothing to receive. Gives the error."""
-    from cpu_transfer import pack
+    from examples.cpu_transfer import pack
 
     llm.start_weight_update()
     for number, names in enumerate(calls):

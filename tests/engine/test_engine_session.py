@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "2"}
 
@@ -39,7 +39,8 @@ def _group_is_alive(group: int) -> bool:
 def session() -> Iterator[dict[str, Any]]:
     """The script's JSON, with its exit status and whether it left processes behind added."""
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "weight_update_session.py"), "--fresh", "--sensitivity", "--json"],
+        [sys.executable, "-m", "examples.weight_update_session", "--fresh", "--sensitivity", "--json"],
+        cwd=ROOT,
         env={**ENVIRONMENT, **os.environ},
         stdout=subprocess.PIPE,
         text=True,
@@ -95,7 +96,7 @@ def test_script_succeeds_and_ends_its_processes(session: dict[str, Any]) -> None
 ROUND_TRIP = """
 import sys, torch
 from pathlib import Path
-from cpu_transfer import SharedFileUpdateInfo, pack, unpack
+from examples.cpu_transfer import SharedFileUpdateInfo, pack, unpack
 
 sent = {
     "odd": torch.randn(3, 1).to(torch.bfloat16),
@@ -124,7 +125,7 @@ else:
 def test_pack_and_unpack_round_trip(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", ROUND_TRIP, str(tmp_path)],
-        cwd=EXAMPLES,
+        cwd=ROOT,
         env={**ENVIRONMENT, **os.environ},
         check=True,
     )

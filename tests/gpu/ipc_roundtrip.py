@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 os.environ["TINY_NEMOTRON_H_SCALE"] = "8"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import tiny_nemotron_h
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples import tiny_nemotron_h
 
 PATCH = "vllm-ipc-rank-layout"
 PATTERN, CONV_KERNEL, EXPERTS = "ME*ME-", 4, tiny_nemotron_h.EXPERTS

@@ -25,21 +25,22 @@ os.environ["TINY_NEMOTRON_H_SCALE"] = "8"
 os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 # The workers, too, find the transfer backend of the examples.
-os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2] / 'examples'}:{os.environ.get('PYTHONPATH', '')}"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+os.environ["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
-import tiny_nemotron_h
 from sessions_case import fail, send
 
+from examples import tiny_nemotron_h
 from ultra_patches.reload.session import ATOMIC
 
 PATTERN, CONV_KERNEL = "ME*ME-", 4
 
 
 def engine(checkpoint: Path) -> Any:
-    from cpu_transfer import ENGINE_ARGS
     from vllm import LLM
+
+    from examples.cpu_transfer import ENGINE_ARGS
 
     llm = LLM(
         str(checkpoint), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=256,

@@ -22,6 +22,8 @@ def look(files: Path) -> dict[str, Any]:
     import torch
     from torch.distributed.checkpoint import FileSystemReader
 
+    from examples.grpo import trainer_state
+
     policy = make(files)
     generator = torch.Generator().manual_seed(0)
     batch = {"tokens": torch.randint(5, 100, (64, 24), generator=generator), "mask": torch.ones(64, 23)}
@@ -31,11 +33,11 @@ def look(files: Path) -> dict[str, Any]:
     trained, weights = logprobs(policy, batch), exported(policy)
     reference = policy.reference_logprobs(batch, 1.0)[1]
     place = files / "checkpoint"
-    policy.save(place)
+    trainer_state.save(policy, place)
     names = sorted(FileSystemReader(str(place)).read_metadata().state_dict_metadata)
     policy.update(batch)
     moved = logprobs(policy, batch)
-    policy.load(place)
+    trainer_state.load(policy, place)
     return {
         "says": policy.describe(),
         "grad_norm": norm,

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("omegaconf")
 pytest.importorskip("pydantic")
 
+from examples.errors import RunError
 from examples.grpo.config import Config, load
-from examples.grpo.errors import RunError
 
 PRESET = Path(__file__).parents[2] / "examples" / "grpo" / "cpu.yaml"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from examples.errors import RunError
 from examples.grpo.config import load
-from examples.grpo.errors import RunError
 from tests.grpo.running import ROOT, metrics, run
 
 for needed in ("psutil", "ray", "vllm", "megatron.bridge"):

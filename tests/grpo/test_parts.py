@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from examples.errors import RunError  # noqa: E402 # as above
 from examples.grpo import checkpoint, data, diagnose, grpo  # noqa: E402 # torch may be absent
-from examples.grpo.errors import RunError  # noqa: E402 # as above
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4), min_size=1, max_size=6))

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.convert_lora import convert
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora import base, checkpoint, peft, verify
 
 pytestmark = [pytest.mark.upstream, pytest.mark.timeout(900)]

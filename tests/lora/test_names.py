@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples import tiny_nemotron_h
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora import base, peft
 from examples.lora.checkpoint import Entry
 from examples.lora.plan import plan

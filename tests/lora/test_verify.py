@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples import convert_lora
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.lora import base, peft, verify
 from tests.lora.files import Command, Files, assert_refused, weights
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.nemotron_ultra import gsm8k, manifest
 from tests.nemotron_ultra.conftest import SHARDS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.grpo.errors import RunError
+from examples.errors import RunError
 from examples.nemotron_ultra import manifest
 from examples.nemotron_ultra.place import Contents, Mirror, Part, Placed, place
 from tests.nemotron_ultra.conftest import ROOT, SHARDS

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
 ROOT = Path(__file__).parents[2]
-SESSION = ROOT / "examples" / "weight_update_session.py"
+SESSION = ("-m", "examples.weight_update_session")
 IN_RAY = """
 import ray
 from ultra_patches.entrypoints.ray import runtime_env
@@ -43,6 +43,7 @@ def start(*command: str, **env: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ULTRA_PATCHES", "VLLM_PLUGINS"))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
+        cwd=ROOT,
         env={**kept, "VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **env},
         capture_output=True,
         text=True,
@@ -66,7 +67,7 @@ def report(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def test_an_engine_and_a_ray_actor_have_one_digest(tmp_path: Path) -> None:
-    start(str(SESSION), ULTRA_PATCHES_RUN_DIR=str(tmp_path))
+    start(*SESSION, ULTRA_PATCHES_RUN_DIR=str(tmp_path))
     assert "applied" in start("-c", IN_RAY, ULTRA_PATCHES_RUN_DIR=str(tmp_path))
     code, data = report(tmp_path)
     users = [process for process in data["processes"] if "vllm" in process["imported"]]
@@ -85,8 +86,8 @@ def test_an_engine_without_the_plug_in_is_named(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
         "if __name__ == '__main__':\n"
-        f"    import sys; sys.path.insert(0, {str(SESSION.parent)!r})\n"
-        "    import weight_update_session; raise SystemExit(weight_update_session.main([]))\n"
+        f"    import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "    from examples import weight_update_session; raise SystemExit(weight_update_session.main([]))\n"
     )
     folder = tmp_path / "run"
     start(str(script), ULTRA_PATCHES_RUN_DIR=str(folder), VLLM_PLUGINS="")
@@ -100,7 +101,7 @@ def test_an_engine_without_the_plug_in_is_named(tmp_path: Path) -> None:
 
 def test_a_process_in_which_it_is_off_is_named(tmp_path: Path) -> None:
     """The engine has it, and the trainer beside it was started with ULTRA_PATCHES=off."""
-    start(str(SESSION), ULTRA_PATCHES_RUN_DIR=str(tmp_path))
+    start(*SESSION, ULTRA_PATCHES_RUN_DIR=str(tmp_path))
     load = "import os, ultra_patches, vllm.model_executor.model_loader.reload\nprint(os.getpid())"
     pid = start("-c", load, ULTRA_PATCHES_RUN_DIR=str(tmp_path), ULTRA_PATCHES="off").split()[-1]
     code, data = report(tmp_path)

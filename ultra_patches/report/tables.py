@@ -13,7 +13,7 @@ from rich.text import Text
 from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.patch import Patch
-from ultra_patches.proving.verify import FAILURES, Row
+from ultra_patches.proving.verify import FAILURES, Row, Run
 from ultra_patches.report import run_dir as run_report
 from ultra_patches.report.doctor import Finding
 from ultra_patches.report.retire import Row as Retirement
@@ -77,19 +77,24 @@ def verify(
     with console.status("starting") as spinner:
         for row in run(patches, lambda text: spinner.update(f"{len(rows) + 1}/{len(patches)} {text}")):
             rows.append(row)
+    # Without `--alone` every row has three runs, but for those of an upstream that is not installed.
+    modes = ("without", "alone", "together") if any(row.together for row in rows) else ("without", "alone")
     table = Table(box=None, pad_edge=False)
-    for heading in ("patch", "installed", "without", "with", "verdict", "seen without / note"):
+    for heading in ("patch", "installed", *modes, "verdict", "seen without / note"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("patch", "verdict"))
     for row in rows:
-        without = row.without.verdict if row.without else "-"
-        with_patch = "-" if row.with_patch is None else row.with_patch.verdict
-        if (without, with_patch) == ("defect", "clean"):
-            with_patch = "gone"
         note = row.note or (row.without.detail if row.without else "")
         installed = f"{row.upstream} {row.version}" if row.version else "-"
-        table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), escape(note))
+        seen = [_seen(row.without, getattr(row, mode)) for mode in modes]
+        table.add_row(row.id, installed, *seen, _coloured(row.verdict), escape(note))
     console.print(table)
     return rows
+
+
+def _seen(without: Run | None, run: Run | None) -> str:
+    if without is None or run is None:
+        return "-"
+    return "gone" if (without.verdict, run.verdict) == ("defect", "clean") else run.verdict
 
 
 def retire(rows: Sequence[Retirement]) -> None:

@@ -65,6 +65,11 @@ def read(path: Path = ROOT / "matrix.toml") -> dict[str, Supported]:
     }
 
 
+def cells(supported: Mapping[str, Supported]) -> list[Cell]:
+    """Every cell, oldest release first in each upstream."""
+    return [Cell(entry.name, release) for entry in supported.values() for release in entry.releases]
+
+
 def notes(path: Path = ROOT / "matrix.toml") -> dict[str, str]:
     """The first corrected release by the upstream's own word, for each patch that it speaks of."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["notes"])

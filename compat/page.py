@@ -21,7 +21,7 @@ Loaded: TypeAlias = Mapping[str, results.Result | None]
 
 #: State of a cell -> its sign and what it means. It is written out as well: neither colour nor sign carries it alone.
 STATES = {
-    "corrected": ("◆", "affected: the probe shows the defect without the patch, and none with it"),
+    "corrected": ("◆", "affected: the probe shows the defect without patches, and none with its own alone or with all"),
     "fixed": ("✓", "not needed: the defect of earlier releases no longer shows"),
     "never": ("–", "not needed: neither this release nor an earlier one shows the defect"),
     "absent": ("∅", "not needed: the release has none of the functions"),
@@ -167,7 +167,8 @@ def html() -> str:
 <style>{CSS}</style></head>
 <body>
 <header><h1>Compatibility matrix of ultra-patches</h1>
-<p>Each probe ran on each release in fresh processes, without and with its patch. A cell leads to what the probe saw.</p>
+<p>Each probe ran on each release without patches, with its own patch and those that it needs, and with all patches in force.
+A cell shows the worse of the last two and leads to what the probe saw.</p>
 <dl class="legend">
 {legend}</dl></header>
 <main>
@@ -284,16 +285,16 @@ def _runs(patch: Patch, supported: Supported, seen: Mapping[str, Seen], loaded: 
     """One row a release, to which the cells of the matrix lead."""
     body = ""
     for release, got in seen.items():
-        result, rest = loaded[release], f'<td colspan="4">{_words(got.says)}</td>'
+        result, rest = loaded[release], f'<td colspan="5">{_words(got.says)}</td>'
         if got.row is not None and result is not None:
-            with_patch = got.row["with"]
-            said = [f"{run['verdict']}: {plain(run['detail'])}" for run in (got.row["without"], with_patch)]
+            runs = [got.row[mode] for mode in ("without", "alone", "together")]
+            said = [f"{run['verdict']}: {plain(run['detail'])}" for run in runs]
             made = f"{result.date}, Python {result.python}, torch {result.torch}, patch set {result.patch_set[:8]}"
             rest = "".join(f'<td class="wide">{escape(text)}</td>' for text in (*said, made))
-            rest += f"<td>{escape(with_patch['state'])}</td>"
+            rest += f"<td>{escape(got.row['together']['state'])}</td>"
         body += (
             f'<tr id="{patch.id}--{escape(release)}"><th scope="row">{_release(supported, release)}</th>'
             f'<td><span class="cell {got.state}">{_cell(got)}</span></td>{rest}</tr>\n'
         )
-    head = ("release", "verdict", "without the patch", "with the patch", "run", "patch is")
+    head = ("release", "verdict", "without patches", "with it alone", "with all patches in force", "run", "patch is")
     return _table(f"{patch.id}: runs", "runs", head, body)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from compat import matrix, page, pages, results, sarif, scan
+from compat import __main__, matrix, page, pages, results, sarif, scan
+from compat.test_sarif import keep
 from tests.support import releases
 from ultra_patches.core import facts, lock
 from ultra_patches.patch import Patch
@@ -50,8 +52,9 @@ def test_every_live_cell_was_run_with_this_patch_set_and_decided(cell: matrix.Ce
     for patch_id, row in result.patches.items():
         assert row["verdict"] in results.DECIDED, (patch_id, row)
         if row["verdict"] == "corrected":
-            assert (row["without"]["verdict"], row["with"]["verdict"]) == ("defect", "clean")
-            assert row["with"]["state"] in ("applied", "applied-late")
+            seen = [row[mode]["verdict"] for mode in ("without", "alone", "together")]
+            assert seen == ["defect", "clean", "clean"]
+            assert {row[mode]["state"] for mode in ("alone", "together")} <= {"applied", "applied-late"}
             assert row["without"]["seconds"] < 10, "a probe is quick"
 
 
@@ -93,3 +96,48 @@ def test_the_cpu_build_has_the_files_of_the_official_release() -> None:
         path = upstream.path_of(module)
         assert path is not None, module
         assert hashlib.sha256(path.read_bytes()).hexdigest() == locked[matrix.file_of(module)], module
+
+
+def run_cells(*flags: str) -> list[str]:
+    """The names of the cells that `python -m compat run` would run with these flags."""
+    args = __main__.parser().parse_args(["run", *flags])
+    return [cell.name for cell in __main__.cells_of(args, matrix.read())]
+
+
+def test_changed_repeats_the_ends_and_the_boundaries_that_are_not_of_this_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    ci = run_cells("--ci")
+    assert run_cells("--changed") == ci, "no result is kept"
+    for name, supported in matrix.read().items():
+        for release in supported.releases:
+            keep(matrix.Cell(name, release), {})
+    ends = [f"{s.name}-{release}" for s in matrix.read().values() for release in (s.lowest, s.latest)]
+    assert run_cells("--changed") == ends
+    assert run_cells("--ci") == ci
+    boundary = matrix.Cell("vllm", matrix.read()["vllm"].boundary[0])
+    keep(boundary, {}, code="0" * 16)
+    assert set(run_cells("--changed")) == {*ends, boundary.name}
+
+
+def test_a_result_depends_on_what_runs_the_probes_and_on_the_rooms_of_its_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("compat", "ultra_patches"):
+        shutil.copytree(matrix.ROOT.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    before = {name: results.patch_set_digest(name) for name in results.CODE}
+    monkeypatch.setattr(results, "ROOT", tmp_path / "compat")
+    assert {name: results.patch_set_digest(name) for name in results.CODE} == before
+    for path, changed in {
+        "compat/live.py": set(results.CODE),
+        "ultra_patches/proving/process.py": set(results.CODE),
+        "ultra_patches/bias/compile_salt.py": set(results.CODE),
+        "ultra_patches/reload/session.py": {"vllm"},
+        "ultra_patches/lora/toys.py": {"megatron-core", "megatron-bridge"},
+        "ultra_patches/cli.py": set(),
+    }.items():
+        text = (tmp_path / path).read_text(encoding="utf-8")
+        (tmp_path / path).write_text(text + "#\n", encoding="utf-8")
+        assert {name for name in before if results.patch_set_digest(name) != before[name]} == changed, path
+        (tmp_path / path).write_text(text, encoding="utf-8")

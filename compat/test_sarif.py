@@ -37,7 +37,8 @@ def made(patch: Patch, verdict: str, detail: str = "seen") -> dict[str, object]:
     row = {"detail": f"{patch.id} {detail}", "seconds": 0.1, "import_seconds": 0.1}
     return {
         "without": {**row, "verdict": without, "state": "disabled"},
-        "with": {**row, "verdict": "clean", "state": state},
+        "alone": {**row, "verdict": "clean", "state": state},
+        "together": {**row, "verdict": "defect" if verdict == "SPOILED" else "clean", "state": state},
         "verdict": "not needed" if verdict in ("absent", "clean") else verdict,
         "note": f"{detail} at /home/someone/releases/vllm-0.0/vllm/a.py:1",
     }
@@ -123,7 +124,7 @@ def test_nothing_is_open_where_every_cell_is_decided_as_declared(empty: Path) ->
     assert list(empty.iterdir())
 
 
-@pytest.mark.parametrize("verdict", ["inconclusive", "NOT CORRECTED", "MISJUDGED", "DRIFTED", "WRONG CODE"])
+@pytest.mark.parametrize("verdict", ["inconclusive", "NOT CORRECTED", "SPOILED", "MISJUDGED", "DRIFTED", "WRONG CODE"])
 def test_a_cell_without_a_decision_is_an_error(verdict: str, empty: Path) -> None:
     keep_all()
     keep(Cell("vllm", "0.27.0"), {**results_of("vllm", "0.27.0"), GUARD.id: made(GUARD, verdict)})

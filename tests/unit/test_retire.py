@@ -232,7 +232,7 @@ def test_mentions(tmp_path: Path) -> None:
 
 
 def test_the_overlays_own_patches_and_where_they_are() -> None:
-    root = Path(retire.__file__).parents[1]
+    root = Path(retire.__file__).parents[2]
     rows = retire.retire()
     points = {point.name: point.value for point in metadata.entry_points(group="ultra_patches.patches")}
     assert len(rows) >= 8

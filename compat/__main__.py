@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, new, page, pages, results, sarif, scan
+from compat import fetch, live, matrix, new, page, pages, results, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
@@ -40,9 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     running.add_argument("--again", action="store_true", help="also where a result of this patch set is kept")
     running.add_argument("--check", action="store_true", help="run again, compare with what is kept, write nothing")
-    paging = commands.add_parser(
-        "pages", help="PATCHES.md, matrix.html and results.sarif, from declarations and results"
-    )
+    paging = commands.add_parser("pages", help="PATCHES.md and matrix.html, from declarations and results")
     paging.add_argument("--write", action="store_true", help="write them")
     return parser
 
@@ -93,11 +91,7 @@ def _new(pre: bool) -> int:
 
 def _pages(write: bool) -> int:
     old = 0
-    for path, text in (
-        (pages.PATCHES_MD, pages.patches_md()),
-        (page.PATH, page.html()),
-        (sarif.PATH, sarif.dump()),
-    ):
+    for path, text in ((pages.PATCHES_MD, pages.patches_md()), (page.PATH, page.html())):
         if write:
             path.write_text(text, encoding="utf-8")
             continue

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from compat import __main__, matrix, page, pages, results, sarif, scan
-from compat.test_sarif import keep
+from compat import __main__, matrix, page, pages, results, scan
 from tests.support import releases
+from tests.support.kept import keep
 from ultra_patches.core import facts, lock
 from ultra_patches.patch import Patch
 
@@ -67,7 +67,7 @@ def test_lock_is_what_the_releases_say() -> None:
 
 @pytest.mark.parametrize(
     ("path", "made"),
-    [(pages.PATCHES_MD, pages.patches_md), (page.PATH, page.html), (sarif.PATH, sarif.dump)],
+    [(pages.PATCHES_MD, pages.patches_md), (page.PATH, page.html)],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_what_is_made_of_the_results_is_current(path: Path, made: Callable[[], str]) -> None:

@@ -61,7 +61,8 @@ def patches_md() -> str:
             f"- Hits: {patch.who}",
             f"- Affected as measured: {patch.upstream} {measured(patch)}; as declared: `{patch.affected}`",
             f"- Differs from the notes: {difference(patch) or 'no'}",
-            f"- Report: {patch.bug}" + (f" (`ultra-patches explain {patch.id}` prints it)" if patch.report else ""),
+            f"- Report: {patch.bug}"
+            + (f"; ready to be filed: [{patch.report}]({patch.report})" if patch.report else ""),
             f"- Upstream: {patch.upstream_pr} ({patch.pr_state})",
             f"- Replaces: {replaced}",
             f"- Needs: {', '.join(patch.requires) or 'nothing else'}; set over: {', '.join(patch.over) or 'nothing'}",

@@ -64,17 +64,6 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What to file upstream, for a defect that nobody has reported there."""
-
-    title: str
-    #: Python that shows it on the installed release.
-    reproduction: str
-    expected: str
-    change: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Patch:
     """One defect of an upstream, the probe that shows it and what is set in its place."""
 
@@ -105,8 +94,8 @@ class Patch:
     requires: tuple[str, ...] = ()
     #: Patches that this one is set over where both replace the same function.
     over: tuple[str, ...] = ()
-    #: Ready to be filed, where no public thread speaks of the defect.
-    report: Report | None = field(default=None, repr=False)
+    #: What is ready to be filed upstream, as a file in the repository; None where a public thread says it all.
+    report: str | None = None
     #: Functions that are not replaced but decide whether the defect shows, as `module:name`.
     watches: tuple[str, ...] = ()
 

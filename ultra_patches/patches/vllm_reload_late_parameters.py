@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload.toys import LAYERWISE, META, load, parameter, poisoned, record, session
 
 
@@ -115,29 +115,7 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
-    report=Report(
-        title="Layerwise reload: AttributeError for a parameter that was registered after the model was made",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
-lw.record_metadata_for_reloading(layer)
-layer.sink = nn.Parameter(torch.zeros(2), requires_grad=False)
-lw.initialize_layerwise_reload(layer)
-params = dict(layer.named_parameters())  # has no sink
-params["weight"].weight_loader(params["weight"], torch.ones(2))
-lw.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16, quantization=None))
-""",
-        expected="sink can be loaded, and keeps its value where it is not",
-        change=(
-            "Record parameters that are not known yet when process_weights_after_loading begins, and for layers without "
-            "processing when a session starts. #49586 did it for `bias` alone."
-        ),
-    ),
+    report="docs/reports/vllm-reload-late-parameters.md",
     over=("vllm-mamba-conv-weights",),
     watches=(f"{META}:capture_layer_to_meta",),
 )

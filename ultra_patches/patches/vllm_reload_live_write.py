@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload import session as reload_session
 from ultra_patches.reload.toys import LAYERWISE, META, begin, finish, load, parameter, poisoned, record, session
 
@@ -150,7 +150,7 @@ PATCH = Patch(
     ),
     who="models with a router bias or with linear biases, wherever a session can fail or generation goes on meanwhile",
     origin="ultra-patches",
-    bug="not reported upstream; brought by #38746 and #49586; `report` is ready to be filed",
+    bug="not reported upstream; brought by #38746 and #49586",
     upstream_pr="none",
     pr_state="not proposed",
     affected=">=0.20.0",
@@ -170,28 +170,7 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
-    report=Report(
-        title="Layerwise reload writes `bias` and `e_score_correction_bias` into the running model in mid-session",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.weight, layer.bias = (nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
-bias = layer.bias
-lw.record_metadata_for_reloading(layer)
-lw.initialize_layerwise_reload(layer)
-bias.weight_loader(bias, torch.full((2,), 2.0))
-print(bias)  # 2.0 already, with the old weight
-""",
-        expected="bias is 0 until the session ends, and has its own loader again after a session without its layer",
-        change=(
-            "Put parameters of SKIP_TENSORS aside for the session as well: a copy takes their place and is written back at the "
-            "end, also where the layer was not loaded."
-        ),
-    ),
+    report="docs/reports/vllm-reload-live-write.md",
     over=("vllm-mamba-conv-weights",),
     watches=(f"{LAYERWISE}:make_online_process_loader",),
 )

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches import received
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload.toys import LAYERWISE, begin, finish, load, parameter, poisoned, record
 
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -111,29 +111,6 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(LAYERWISE,),
-    report=Report(
-        title="Layerwise reload keeps references to the transport's buffer and loads what is in it later",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.a, layer.b = (nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
-lw.record_metadata_for_reloading(layer)
-lw.initialize_layerwise_reload(layer)
-params, buffer = dict(layer.named_parameters()), torch.empty(2)
-for name, value in (("a", 2.0), ("b", 3.0)):
-    params[name].weight_loader(params[name], buffer.fill_(value))
-lw.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16, quantization=None))
-print(layer.a)  # 3.0
-""",
-        expected="a is 2.0, the value at the time of the load",
-        change=(
-            "Clone what is appended to info.loaded_weights unless the transport says that it hands over tensors of its own. "
-            "NeMo-RL#3651 and verl#7987 clone in front of vLLM for this."
-        ),
-    ),
+    report="docs/reports/vllm-reload-receive-buffer.md",
     over=("vllm-ipc-rank-layout",),
 )

@@ -144,6 +144,7 @@ def explain(patch: Patch) -> None:
         ("affected", f"{patch.upstream} {patch.affected}"),
         ("fixed in", patch.fixed_in or "no release yet"),
         ("report", patch.bug),
+        *([("to file", f"{patch.report}, in the repository of {patch.origin}")] if patch.report else []),
         ("upstream", f"{patch.upstream_pr} ({patch.pr_state})"),
         ("replaces", replaced),
         ("needs", ", ".join(patch.requires) or "nothing else"),
@@ -153,8 +154,4 @@ def explain(patch: Patch) -> None:
         ("from", patch.origin),
     ):
         grid.add_row(name, escape(value))
-    if patch.report is not None:
-        report = patch.report
-        told = f"{report.title}\n\n{report.reproduction}\nExpected: {report.expected}.\n{report.change}"
-        grid.add_row("to file", escape(told))
     console.print(grid)

@@ -13,6 +13,7 @@ from compat import matrix, results
 from compat.matrix import Cell, Supported
 from ultra_patches.core import lock
 from ultra_patches.patch import Patch
+from ultra_patches.report.spans import spans
 
 PATH = matrix.ROOT / "matrix.html"
 
@@ -140,13 +141,6 @@ def plain(text: str) -> str:
     return re.sub(r"(?<![\w/:])/(?:[\w.+-]+/){2,}", "…/", text)
 
 
-def spans(order: Sequence[str], chosen: Iterable[str]) -> str:
-    """Releases as ranges, for instance `0.16.0 to 0.23.0, 0.25.0`."""
-    at = sorted(order.index(release) for release in chosen)
-    runs = [[i for _, i in run] for _, run in itertools.groupby(enumerate(at), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(order[r[0]] if len(r) == 1 else f"{order[r[0]]} to {order[r[-1]]}" for r in runs)
-
-
 def html() -> str:
     """The whole page. The same declarations, lock and results give the same text."""
     legend = "".join(
@@ -239,8 +233,8 @@ def _patch(patch: Patch, supported: Supported, seen: Mapping[str, Seen], loaded:
     facts = {
         "defect": _words(patch.description),
         "hits": _words(patch.who),
-        "affected": f"{measured}; declared <code>{escape(patch.affected)}</code>",
-        "fixed in": escape(f"{patch.fixed_in or 'no release'} ({patch.pr_state})"),
+        "affected": measured,
+        "fixed in": escape(f"{lock.load().fixed_in(patch.id) or 'no release'} ({patch.pr_state})"),
         "report": _link(patch.bug),
         "upstream": _link(patch.upstream_pr),
         "needs": escape(", ".join(patch.requires) or "nothing else"),

@@ -373,9 +373,3 @@ def test_an_edited_result_is_refused(empty: Path) -> None:
 )
 def test_folders_of_the_machine_are_left_out(text: str, expected: str) -> None:
     assert page.plain(text) == expected
-
-
-def test_spans() -> None:
-    order = ("1", "2", "3", "4", "5")
-    assert page.spans(order, ["5", "2", "1", "3"]) == "1 to 3, 5"
-    assert page.spans(order, []) == ""

@@ -76,15 +76,15 @@ class Patch:
     bug: str
     upstream_pr: str
     pr_state: str
-    #: Releases that were measured as affected, as a version specifier.
-    affected: str
-    #: The first release that carries the correction, None while there is none.
-    fixed_in: str | None
     removal: str
     #: The day the verdicts of every release were last measured, as YYYY-MM-DD.
     last_checked: str
     variants: tuple[Variant, ...]
     probe: Callable[[], Finding] = field(repr=False)
+    #: The affected releases as a version specifier, and the first release that carries the correction: for a patch that
+    #: `lock.json` does not know. Of the overlay's own patches every release was measured, and the lock says both.
+    affected: str = ""
+    fixed_in: str | None = None
     #: The modules after whose import the probe can run at once. Empty where it needs process groups, other modules or
     #: seconds: then `ultra-patches verify` runs it in a fresh process.
     probe_after: tuple[str, ...] = ()

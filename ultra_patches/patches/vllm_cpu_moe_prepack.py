@@ -83,8 +83,6 @@ PATCH = Patch(
     bug="not reported upstream",
     upstream_pr="none",
     pr_state="not proposed",
-    affected=">=0.28.0",
-    fixed_in=None,
     removal="upstream repacks whenever it sets up the kernel",
     last_checked="2026-11-30",
     report="docs/reports/vllm-cpu-moe-prepack.md",

@@ -139,8 +139,6 @@ PATCH = Patch(
     bug="not reported upstream",
     upstream_pr="https://github.com/vllm-project/vllm/pull/51378",
     pr_state="open: would replace counting by whole-model transactions",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream counts each element once",
     last_checked="2026-11-30",
     variants=(

@@ -95,8 +95,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/pull/49586",
     upstream_pr="https://github.com/vllm-project/vllm/pull/49586",
     pr_state="merged for `bias` alone, in 0.27.0",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream records parameters when a session starts, or before it processes them",
     last_checked="2026-11-30",
     variants=(

@@ -153,8 +153,6 @@ PATCH = Patch(
     bug="not reported upstream; brought by #38746 and #49586",
     upstream_pr="none",
     pr_state="not proposed",
-    affected=">=0.20.0",
-    fixed_in=None,
     removal="upstream keeps back the tensors of SKIP_TENSORS as well",
     last_checked="2026-11-30",
     variants=(

@@ -93,8 +93,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/RL/pull/3651",
     upstream_pr="none",
     pr_state="packed CUDA IPC clones since 0.22.0; nothing proposed for the reload itself",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream's reload keeps copies of what it is given",
     last_checked="2026-11-30",
     variants=(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ultra_patches.core import lock
 from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.patch import Patch
@@ -18,6 +19,7 @@ from ultra_patches.report import run_dir as run_report
 from ultra_patches.report.doctor import Finding
 from ultra_patches.report.retire import Row as Retirement
 from ultra_patches.report.run_dir import Report
+from ultra_patches.report.spans import spans
 
 _COLOURS = {
     "applied": "green",
@@ -129,6 +131,14 @@ def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> 
         console.print(Text(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
 
 
+def affected(patch: Patch) -> str:
+    """The affected releases as they were measured, else as they are declared."""
+    known = lock.load()
+    return (
+        spans(known.measured(patch.id), known.affected(patch.id)) or patch.affected or "in no release that was measured"
+    )
+
+
 def explain(patch: Patch) -> None:
     """One patch in full."""
     console = _console()
@@ -141,8 +151,8 @@ def explain(patch: Patch) -> None:
         ("title", patch.title),
         ("defect", patch.description),
         ("hits", patch.who),
-        ("affected", f"{patch.upstream} {patch.affected}"),
-        ("fixed in", patch.fixed_in or "no release yet"),
+        ("affected", f"{patch.upstream} {affected(patch)}"),
+        ("fixed in", patch.fixed_in or lock.load().fixed_in(patch.id) or "no release yet"),
         ("report", patch.bug),
         *([("to file", f"{patch.report}, in the repository of {patch.origin}")] if patch.report else []),
         ("upstream", f"{patch.upstream_pr} ({patch.pr_state})"),

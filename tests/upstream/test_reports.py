@@ -12,7 +12,7 @@ from ultra_patches.core import discover
 
 pytestmark = pytest.mark.upstream
 ROOT = Path(__file__).parents[2]
-REPORTS = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/reports/*.md")}
+REPORTS = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/reports/*-*.md")}
 #: The last line that each prints, or its error.
 SHOWN = {
     "vllm-reload-duplicate-weights": "Parameter containing:\ntensor([nan, nan, nan, nan])",

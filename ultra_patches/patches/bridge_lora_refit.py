@@ -96,7 +96,7 @@ def _listed(names: list[str]) -> str:
 
 
 PATCH = Patch(
-    id="megatron-bridge-lora-refit",
+    id="bridge-lora-refit",
     title="An export with unmerged adapters is refused",
     upstream="megatron-bridge",
     description=(

@@ -84,7 +84,7 @@ def _scan(write: bool) -> int:
 
 
 def _new(pre: bool) -> int:
-    found = new.report(matrix.read(), pre=pre)
+    found = new.compare(matrix.read(), pre=pre)
     print("\n".join(new.lines(found)))
     return 1 if found.needs_attention else 0
 

@@ -137,23 +137,23 @@ def _run_dir(folder: str, as_json: bool) -> int:
     from ultra_patches.report import run_dir as run_report
 
     try:
-        report = run_report.read(folder)
+        run = run_report.read(folder)
     except UltraPatchesError as error:
         print(f"ultra-patches: {error}", file=sys.stderr)
         return 2
-    problems = run_report.problems(report)
+    problems = run_report.problems(run)
     if as_json:
         groups = {
             name: {digest: [process.file for process in processes] for digest, processes in group.items()}
-            for name, group in report.groups.items()
+            for name, group in run.groups.items()
         }
-        processes = [asdict(process) for process in report.processes]
+        processes = [asdict(process) for process in run.processes]
         body = {"processes": processes, "groups": groups, "problems": problems}
         print(json.dumps({**_envelope("run-dir"), **body}, indent=2))
     else:
         from ultra_patches.report import tables
 
-        tables.run_dir(report)
+        tables.run_dir(run)
         for text in problems:
             print(f"ultra-patches: {text}", file=sys.stderr)
     return 1 if problems else 0

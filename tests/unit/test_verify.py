@@ -178,7 +178,7 @@ def probe():
 WANTED = ["corrected", "upstream"]
 toy = declare("toy", (META, "f"), probe=probe, over=("harmless",))
 harmless = declare("harmless", (META, "f"))
-toy_spoils = declare("toy-spoils", (META, "f", lambda original, module: lambda: "broken"))
+toy_spoils = declare("toy-spoils", (META, "f", lambda original, module: lambda: "broken"), over=("toy", "harmless"))
 brings = declare("brings", ("vllm.other", "h"))
 known("affected", toy, harmless, toy_spoils, brings)
 """
@@ -203,7 +203,7 @@ def other(vllm: Site) -> Site:
 
 
 def test_a_patch_that_another_spoils_fails_and_that_one_is_named(other: Site) -> None:
-    """`toy-spoils` comes over `toy` by the alphabet and does not call it."""
+    """`toy-spoils` is set over `toy` and does not call it."""
     other.declare(TOGETHER, "toy", "harmless", "toy-spoils")
     code, row = verify(other)
     assert (code, row["verdict"]) == (1, "SPOILED")

@@ -53,7 +53,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Row:
+class Proof:
     """One line of the table; the runs are None where there was nothing to run."""
 
     id: str
@@ -145,7 +145,7 @@ def batches(patches: Iterable[Patch]) -> list[list[Patch]]:
 
 def verify(
     patches: Iterable[Patch], progress: Callable[[str], None] = lambda _: None, *, alone: bool = False
-) -> Iterator[Row]:
+) -> Iterator[Proof]:
     """One row a patch, two processes at a time. `progress` is told what is about to run.
 
     With `alone` no patch is tried together with the others.
@@ -157,12 +157,12 @@ def verify(
             yield from rows
 
 
-def _verify(progress: Callable[[str], None], beside: Collection[str] | None, patches: Sequence[Patch]) -> list[Row]:
+def _verify(progress: Callable[[str], None], beside: Collection[str] | None, patches: Sequence[Patch]) -> list[Proof]:
     name = patches[0].upstream
     upstream = facts.locate(name)
     if upstream is None:
         why = f"{name} is not installed"
-        return [Row(patch.id, name, None, None, None, None, "not installed", why) for patch in patches]
+        return [Proof(patch.id, name, None, None, None, None, "not installed", why) for patch in patches]
     progress(f"{name}: without patches")
     without = run_without(patches)
     progress(f"{name}: with each patch" if beside is None else f"{name}: with each patch, alone and together")
@@ -172,7 +172,7 @@ def _verify(progress: Callable[[str], None], beside: Collection[str] | None, pat
         runs = Runs(without[patch.id], *patched[patch.id])
         verdict, note = judge(runs, str(upstream.root))
         said = note or runs.without.note or ""
-        rows.append(Row(patch.id, name, upstream.version, runs.without, runs.alone, runs.together, verdict, said))
+        rows.append(Proof(patch.id, name, upstream.version, runs.without, runs.alone, runs.together, verdict, said))
     return rows
 
 

@@ -28,7 +28,7 @@ _PACKAGE = "ultra_patches.patches"
 
 
 @dataclass(frozen=True)
-class Row:
+class Retirement:
     """One patch. `releases` were looked at; `with_or_after` are the patches that have to go first or at the same time.
 
     `tests` are files of the source checkout with the lines that name the patch; they are for reading, since a file may
@@ -58,7 +58,7 @@ class Dependent:
     why: str
 
 
-def retire(given: Sequence[str] = ()) -> list[Row]:
+def retire(given: Sequence[str] = ()) -> list[Retirement]:
     """Every patch of the overlay. `given` are specifiers such as `vllm>=0.26`; an upstream without one is measured whole.
 
     Raises UltraPatchesError for a specifier that means nothing.
@@ -124,7 +124,7 @@ def decide(
     lock: Lock,
     chosen: Mapping[str, tuple[str, ...]],
     needed_by: Mapping[str, Sequence[Dependent]],
-) -> list[Row]:
+) -> list[Retirement]:
     """Weigh each patch by itself, then keep those that a patch which stays cannot do without."""
     known = releases(lock)
     rows = {
@@ -149,7 +149,7 @@ def decide(
 
 def _weigh(
     patch: Patch, verdicts: Mapping[str, str], known: Mapping[str, tuple[str, ...]], looked_at: tuple[str, ...]
-) -> Row:
+) -> Retirement:
     """By its own verdicts alone."""
     name, order = patch.upstream, known.get(patch.upstream, ())
     affected = tuple(r for r in looked_at if verdicts.get(r) == AFFECTED)
@@ -172,7 +172,7 @@ def _weigh(
             f"unaffected in {len(looked_at)} of {len(looked_at)} supported releases, {name} {_span(looked_at)} "
             f"(lock.json); first unaffected: {since}"
         )
-    return Row(patch.id, name, bool(looked_at) and not affected and not unknown, evidence, looked_at)
+    return Retirement(patch.id, name, bool(looked_at) and not affected and not unknown, evidence, looked_at)
 
 
 def unaffected_since(verdicts: Mapping[str, str], order: Sequence[str], last: int) -> str | None:
@@ -231,7 +231,7 @@ def _checkout() -> Path | None:
     return root if ours else None
 
 
-def _with_places(row: Row, module: str, root: Path | None) -> Row:
+def _with_places(row: Retirement, module: str, root: Path | None) -> Retirement:
     points = [p.name for p in metadata.entry_points(group=discover.GROUP) if p.module == f"{_PACKAGE}.{module}"]
     return replace(
         row,

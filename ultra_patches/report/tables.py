@@ -14,11 +14,11 @@ from ultra_patches.core import lock
 from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.patch import Patch
-from ultra_patches.proving.verify import FAILURES, Row, Run
+from ultra_patches.proving.verify import FAILURES, Proof, Run
 from ultra_patches.report import run_dir as run_report
-from ultra_patches.report.doctor import Finding
-from ultra_patches.report.retire import Row as Retirement
-from ultra_patches.report.run_dir import Report
+from ultra_patches.report.doctor import Diagnosis
+from ultra_patches.report.retire import Retirement
+from ultra_patches.report.run_dir import RunFolder
 from ultra_patches.report.spans import spans
 
 _COLOURS = {
@@ -59,7 +59,7 @@ def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> 
         console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")
 
 
-def run_dir(report: Report) -> None:
+def run_dir(report: RunFolder) -> None:
     """One row for each process of a run."""
     console = _console()
     table = Table(box=None, pad_edge=False)
@@ -71,11 +71,11 @@ def run_dir(report: Report) -> None:
 
 
 def verify(
-    patches: Sequence[Patch], run: Callable[[Iterable[Patch], Callable[[str], None]], Iterator[Row]]
-) -> list[Row]:
+    patches: Sequence[Patch], run: Callable[[Iterable[Patch], Callable[[str], None]], Iterator[Proof]]
+) -> list[Proof]:
     """The table of `verify`, with a line that says what runs while it does."""
     console = _console()
-    rows: list[Row] = []
+    rows: list[Proof] = []
     with console.status("starting") as spinner:
         for row in run(patches, lambda text: spinner.update(f"{len(rows) + 1}/{len(patches)} {text}")):
             rows.append(row)
@@ -114,7 +114,7 @@ def retire(rows: Sequence[Retirement]) -> None:
             console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
 
 
-def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> None:
+def doctor(findings: Sequence[Diagnosis], upstreams: Sequence[dict[str, Any]]) -> None:
     """Each finding in full, or one line where there is none."""
     console = _console()
     for finding in findings:

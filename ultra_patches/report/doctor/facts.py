@@ -43,7 +43,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessState:
     """What became of the patches in one process. `failed` has a text for each module that cannot be imported there."""
 
     rows: tuple[PatchStatus, ...]
@@ -139,7 +139,7 @@ def refused(folder: str) -> tuple[bool, str | None]:
         return False, (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def process() -> Process:
+def process() -> ProcessState:
     """What became of the patches in this process, and who else has set what they would replace."""
     rows = tuple(overlay.status())
     chosen = settings.read(entries)
@@ -153,7 +153,7 @@ def process() -> Process:
             unfired.append(row.id)
     told = {key for row in rows if row.state in BAD for key in row.targets}
     foreign = dict.fromkeys(text for row in rows for text in _foreign(row, told))
-    return Process(rows, tuple(unfired), tuple(foreign))
+    return ProcessState(rows, tuple(unfired), tuple(foreign))
 
 
 def _foreign(row: PatchStatus, told: Collection[str]) -> list[str]:
@@ -177,7 +177,7 @@ def _foreign(row: PatchStatus, told: Collection[str]) -> list[str]:
     return said
 
 
-def fresh_process(upstream: str, timeout: float = 300) -> Process:
+def fresh_process(upstream: str, timeout: float = 300) -> ProcessState:
     """The same of a new interpreter that has imported what the needed patches of an upstream replace."""
     mode = "off" if settings.read(entries).mode == "off" else "warn"  # in strict mode it would end before it tells
     env = {**os.environ, "ULTRA_PATCHES": mode}
@@ -187,14 +187,14 @@ def fresh_process(upstream: str, timeout: float = 300) -> Process:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
         data = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return Process((), failed={upstream: f"no answer within {timeout:.0f} s"})
+        return ProcessState((), failed={upstream: f"no answer within {timeout:.0f} s"})
     except (IndexError, ValueError):
         tail = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
-        return Process((), failed={upstream: f"the process ended with {done.returncode}: {tail}"})
+        return ProcessState((), failed={upstream: f"the process ended with {done.returncode}: {tail}"})
     rows = (
         PatchStatus(**{**row, "state": State(row["state"]), "targets": tuple(row["targets"])}) for row in data["rows"]
     )
-    return Process(tuple(rows), tuple(data["unfired"]), tuple(data["foreign"]), data["failed"])
+    return ProcessState(tuple(rows), tuple(data["unfired"]), tuple(data["foreign"]), data["failed"])
 
 
 def main(upstream: str) -> int:

@@ -1,4 +1,4 @@
-"""`python -m compat scan | run | pages`: the compatibility matrix."""
+"""`python -m compat scan | run | pages`: which patch each upstream release needs, measured."""
 
 from __future__ import annotations
 

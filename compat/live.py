@@ -66,7 +66,7 @@ def _judged(runs: Runs, root: str) -> dict[str, object]:
 
 
 def _plain(run: Run) -> dict[str, object]:
-    """A run without the paths and the notes of this machine."""
+    """What is kept of a run: nothing that depends on the folders of this machine."""
     data = asdict(run)
     data["detail"] = re.sub(r"/\S+/(?=\S+\.py)", "", data["detail"])
     return {key: data[key] for key in ("verdict", "detail", "state", "seconds", "import_seconds")}

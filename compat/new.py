@@ -1,6 +1,6 @@
-"""Releases that came out after the matrix: for each patch whether the verdict of a measured release holds there.
+"""Releases after the last of the matrix: for each patch whether the verdict of a measured release holds there.
 
-Nothing is installed or run. The functions are read from the wheels and weighed as the gate weighs what is installed.
+Nothing is installed or run. The functions are read from the wheels and compared as the gate compares what is installed.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from compat.matrix import ROOT, Cell
 from ultra_patches.patch import Patch
 
 FOLDER = ROOT / "results"
-#: Verdicts that say something about the release.
+#: Verdicts that tell whether the release needs the patch.
 DECIDED = frozenset({"corrected", "not needed"})
 
 
 class ResultError(Exception):
-    """A result that cannot be used, and what to type, in one line."""
+    """Why a kept result cannot be used, and what to type, in one line."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Result:
     seal: str = ""
 
     def sealed(self) -> Result:
-        """The same with its seal, by which a hand-edited file is told."""
+        """The same with its seal, which shows whether the file was edited by hand."""
         return Result(**{**asdict(self), "seal": _seal(asdict(self))})
 
 

@@ -49,7 +49,7 @@ def _run(argv: list[str] | None) -> int:
     )
     retire.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     args = parser.parse_args(argv)
-    if args.command == "doctor":  # for which a setting that means nothing is a finding
+    if args.command == "doctor":  # which reports an invalid setting itself
         return _doctor(args.json, args.imports)
     complaints = _complaints()
     for text in complaints:

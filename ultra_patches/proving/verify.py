@@ -73,7 +73,7 @@ class Proof:
 def run_without(
     patches: Sequence[Patch], *, environ: Mapping[str, str] | None = None, timeout: float = 600
 ) -> dict[str, Run]:
-    """Run the probes of patches that share an upstream without any patch, in forks of one fresh interpreter."""
+    """Run the probes of patches that share an upstream without patches, in forks of one fresh interpreter."""
     env = {**(environ or {}), "ULTRA_PATCHES": "off"}
     return {patch_id: runs[WITHOUT] for patch_id, runs in _run(patches, (), [WITHOUT], env, timeout).items()}
 
@@ -85,9 +85,10 @@ def run_patched(
     environ: Mapping[str, str] | None = None,
     timeout: float = 600,
 ) -> dict[str, tuple[Run, Run | None]]:
-    """The same with each patch alone, and together with those of `beside` as far as they are needed there.
+    """Run the probes with patches, in forks of one fresh interpreter: the run alone and the run together of each.
 
-    Alone, a patch has beside it only what it needs. With a `beside` of None the second run is left out and is None.
+    Alone, the patch of the probe and those that it needs are in force; together, also those of `beside` that are needed on
+    what is installed. Where `beside` is None there is no run together.
     """
     env = {**(environ or {}), "ULTRA_PATCHES": "warn"}
     modes = [ALONE] if beside is None else [ALONE, TOGETHER]
@@ -102,7 +103,7 @@ def _run(
     environ: Mapping[str, str],
     timeout: float,
 ) -> dict[str, dict[str, Run]]:
-    """A run for each id and mode."""
+    """The run of each id and mode, in one process; inconclusive where the process ended before it."""
     ids = [patch.id for patch in patches]
     env = {**os.environ, **environ}
     env.pop("ULTRA_PATCHES_DISABLE", None)
@@ -187,11 +188,14 @@ def judge(runs: Runs, root: str) -> tuple[str, str]:
     whole, why = _judge(runs.without, runs.together, root)
     seen = runs.together
     if seen.spoiled_by:
-        return "SPOILED", f"spoiled by {seen.spoiled_by}: clean after revert of {seen.spoiled_by}; else {seen.detail}"
+        return (
+            "SPOILED",
+            f"spoiled by {seen.spoiled_by}: clean after revert of {seen.spoiled_by}; with it {seen.detail}",
+        )
     if (runs.alone.verdict, seen.verdict) == ("clean", "defect"):
         return (
             "SPOILED",
-            f"clean alone, not with all patches in force, nor with any one of them reverted: {seen.detail}",
+            f"clean alone, but not with all patches in force, nor after revert of any single one: {seen.detail}",
         )
     if whole in FAILURES or (whole == "inconclusive" and verdict != whole):
         return whole, f"with all patches in force: {why}"

@@ -29,10 +29,10 @@ _PACKAGE = "ultra_patches.patches"
 
 @dataclass(frozen=True)
 class Retirement:
-    """One patch. `releases` were looked at; `with_or_after` are the patches that have to go first or at the same time.
+    """Whether one patch may go. `releases` are the supported ones, `with_or_after` the patches that must go before it or with it.
 
-    `tests` are files of the source checkout with the lines that name the patch; they are for reading, since a file may
-    cover other patches too. It is empty where the package does not run from a checkout.
+    `tests` are files of the source checkout with the lines that name the patch: to be read, since a file may cover other
+    patches too. It is empty where the package does not run from a checkout.
     """
 
     id: str
@@ -125,7 +125,7 @@ def decide(
     chosen: Mapping[str, tuple[str, ...]],
     needed_by: Mapping[str, Sequence[Dependent]],
 ) -> list[Retirement]:
-    """Weigh each patch by itself, then keep those that a patch which stays cannot do without."""
+    """Decide on each patch by its own verdicts, then keep those that a patch which stays depends on."""
     known = releases(lock)
     rows = {
         patch.id: _weigh(patch, lock.verdicts.get(patch.id, {}), known, chosen.get(patch.upstream, ()))

@@ -21,7 +21,7 @@ HEADINGS = ("host", "pid", "rank", "role", "imported", "digest", "patches")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder as it was read. `broken` has a line a file, `groups` the processes by upstream and digest."""
+    """The files of one run: `broken` has a line for each that cannot be read, `groups` the processes by upstream and digest."""
 
     processes: tuple[Process, ...]
     broken: tuple[str, ...] = ()
@@ -76,14 +76,14 @@ def _usual(words: Iterable[str]) -> tuple[str, int]:
 
 
 def _usual_kinds(upstream: str, users: Sequence[Process]) -> dict[str, str]:
-    """What became of each patch in most processes that declare it and have come so far."""
+    """The state of each patch in most of the processes that declare it and have imported its target."""
     ids = sorted({name for user in users for name, (of, _, _) in user.patches.items() if of == upstream})
     settled = {name: [u.kind(name) for u in users if u.kind(name) not in ("armed", "not declared")] for name in ids}
     return {name: _usual(kinds)[0] if kinds else IN_FORCE for name, kinds in settled.items()}
 
 
 def differences(run: RunFolder) -> list[str]:
-    """A line for each process that imported an upstream and has not what most of the others have."""
+    """One line for each way in which a process that imported an upstream is not like most of the others."""
     lines: dict[str, None] = {}
     for upstream, users in _users(run).items():
         version, of_version = _usual(str(user.imported[upstream]) for user in users)
@@ -110,15 +110,15 @@ def differences(run: RunFolder) -> list[str]:
 
 
 def silent(run: RunFolder) -> list[str]:
-    """A line for each process of vLLM, and each rank of a launcher, that must have been there and left no file."""
+    """One line for each process of vLLM, and for the ranks of each launcher, that must have run and left no file."""
     lines = []
     here = {(process.host, process.pid) for process in run.processes}
     for process in run.processes:
         for pid, name in process.children:
             if _ROLES.match(name) and (process.host, pid) not in here:
                 lines.append(
-                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it has not "
-                    "the overlay, or died before it could say so; look at VLLM_PLUGINS with `ultra-patches doctor`"
+                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it does not "
+                    "have the overlay, or died before it wrote one; check VLLM_PLUGINS with `ultra-patches doctor`"
                 )
     worlds: dict[tuple[str, int], set[int]] = {}
     for process in run.processes:
@@ -130,14 +130,14 @@ def silent(run: RunFolder) -> list[str]:
         if missing:
             listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             lines.append(
-                f"rank {listed} of {world} at {at} left no file: without the overlay, or started before "
-                "ULTRA_PATCHES_RUN_DIR was set; `import ultra_patches` must come first in every rank"
+                f"rank {listed} of {world} at {at} left no file: no overlay there, or started before "
+                "ULTRA_PATCHES_RUN_DIR was set; put `import ultra_patches` first in every rank"
             )
     return lines
 
 
 def problems(run: RunFolder) -> list[str]:
-    """Everything that fails a run: differences, corrections that are nowhere in force, silent processes, broken files."""
+    """Every line for which `status --run-dir` fails: differences, bad states, processes without a file, broken files."""
     lacking: dict[str, list[str]] = {}
     for user in run.processes:
         for patch_id, (upstream, state, reason) in user.patches.items():

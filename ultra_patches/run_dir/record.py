@@ -19,7 +19,7 @@ IN_FORCE = "in force"
 
 @dataclass(frozen=True)
 class Process:
-    """What one process wrote. `patches` holds (upstream, state, reason), `imported` the versions of what is loaded."""
+    """What one process wrote: `patches` has (upstream, state, reason) by id, `imported` the versions of the loaded upstreams."""
 
     file: str
     host: str
@@ -43,12 +43,12 @@ class Process:
         return f"{self.host} pid {self.pid} rank {'-' if self.rank is None else self.rank} ({self.role})"
 
     def kind(self, patch_id: str) -> str:
-        """The state as far as it matters to others; `armed` fits whatever became of the patch elsewhere."""
+        """The state as processes are compared by it: `applied` and `applied-late` are one, `armed` agrees with any."""
         state = self.patches[patch_id][1] if patch_id in self.patches else "not declared"
         return IN_FORCE if state in ("applied", "applied-late") else state
 
     def digest(self, upstream: str, usual: Mapping[str, str]) -> str:
-        """The same for the same release, overlay and patches. What is armed counts as `usual`, else as in force."""
+        """16 hex digits, equal where release, overlay and patches are. An armed patch counts as `usual` says, else as in force."""
         ids = sorted(name for name, (of, _, _) in self.patches.items() if of == upstream)
         kinds = [(name, usual.get(name, IN_FORCE) if self.kind(name) == "armed" else self.kind(name)) for name in ids]
         text = json.dumps([upstream, self.imported.get(upstream), self.overlay, kinds])

@@ -146,7 +146,7 @@ def check_version(upstream: facts.Upstream, releases: Collection[str]) -> Iterat
         )
     except InvalidVersion:
         what = f"{said} is no version" if upstream.version else f"{upstream.name} states no version"
-    means = "functions as in a measured release are decided by it, changed ones by a probe"
+    means = "a function that has the source of a measured release gets its verdict, a changed one is probed"
     yield Diagnosis("upstreams", "note", what, str(upstream.root), means, "ultra-patches verify")
 
 
@@ -154,7 +154,7 @@ def check_record(upstream: facts.Upstream, rewritten: Mapping[Path, Sequence[str
     """`rewritten` holds the functions of ours in each file that is not as RECORD says."""
     for path, names in rewritten.items():
         what = f"{path.name} of {upstream.distribution} was rewritten after installation; it holds {', '.join(names)}"
-        means = "another host may have other code; a changed function is decided by a probe, not by its release"
+        means = "other hosts may have the original code; a function that was changed is probed"
         do = f"ultra-patches verify, or pip install --force-reinstall --no-deps {upstream.distribution}=={upstream.metadata_version}"
         yield Diagnosis("upstreams", "note", what, str(path), means, do)
 
@@ -172,7 +172,9 @@ def check_settings(chosen: settings.Settings, ids: Collection[str], unread: Sequ
         excluded.setdefault(chosen.excludes(patch_id) or "", []).append(patch_id)
     for why, names in excluded.items():
         if why:
-            means = "not set in any process that has this, also where the installed code needs it"
+            means = (
+                "these patches are not set in a process with this variable, even where the installed code needs them"
+            )
             do = f"unset {why.split()[-1].partition('=')[0]}"
             yield Diagnosis("settings", "note", f"{why}: {', '.join(names)}", _ENVIRONMENT, means, do)
 
@@ -185,9 +187,9 @@ def check_run_dir(folder: str, exists: bool, failure: str | None) -> Iterator[Di
         f"cannot be written ({failure})" if failure else "does not exist yet"
     )
     means = (
-        "no process can tell what it has"
+        "no process can write down which patches it has"
         if failure
-        else "the first process makes it, each host its own unless it is shared"
+        else "the first process makes it; each host has its own unless it lies on a shared file system"
     )
     do = "name a folder that every process may write" if failure else f"mkdir -p {_typed(folder)}"
     yield Diagnosis("settings", "problem" if failure else "note", what, _ENVIRONMENT, means, do)
@@ -213,7 +215,7 @@ def check_model_runner(value: str | None, modules: Collection[str]) -> Iterator[
     means = (
         f"{', '.join(inside)} may be code of the other runner"
         if inside
-        else "nothing that we replace lies in a runner, so it is set with either"
+        else "none of the functions that we replace lies in a runner, so either runner gets the patches"
     )
     do = "ultra-patches status --run-dir DIR after a run: what each worker has"
     yield Diagnosis("model runner", "note", f"VLLM_USE_V2_MODEL_RUNNER={value!r}", _ENVIRONMENT, means, do)
@@ -229,17 +231,19 @@ def check_process(process: ProcessState, where: str) -> Iterator[Diagnosis]:
             yield say("problem", f"{row.id} is {row.state.value}: {row.reason}", where, means, explain)
         elif row.state is State.APPLIED_LATE:
             what = f"{row.id} was set after {row.upstream} had been imported, {row.rebound} references rebound"
-            means = (
-                "the patch is in force, but what was kept in an object or a closure by then is still the old function"
-            )
+            means = "the patch is in force, but objects and closures that were made before still hold the old function"
             yield say("note", what, where, means, "import ultra_patches before the upstream")
         elif row.id in process.unfired:
             what = f"{row.id} is not set although {', '.join(row.targets)} is imported"
-            means = "the import went past our hook: another import hook comes first, or sys.meta_path was replaced"
-            yield say("problem", what, where, means, "import ultra_patches last of what changes sys.meta_path")
+            means = (
+                "the import did not go through our hook: another import hook comes first, or sys.meta_path was replaced"
+            )
+            yield say(
+                "problem", what, where, means, "import ultra_patches after everything else that changes sys.meta_path"
+            )
     for text in process.foreign:
-        means = "no patch of ours is to be set there, so it stays; what was decided by the file is not what runs"
+        means = "we replace nothing there, so it stays; but whether a patch is needed was decided by the file, which is not what runs"
         yield say("note", f"replaced by someone else: {text}", where, means, "remove it unless you want it")
     for module, text in process.failed.items():
-        means = "what is replaced in it could not be looked at"
+        means = "whether its functions can be replaced could not be seen"
         yield say("note", f"{module} cannot be imported: {text}", where, means, f"python -c 'import {module}'")

@@ -1,39 +1,53 @@
-"""`python -m compat scan | run | pages`: the compatibility matrix."""
+"""`python -m compat scan | run | pages`: which patch each upstream release needs, measured."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, new, page, pages, results, sarif, scan
+from compat import fetch, live, matrix, new, page, pages, results, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0, 1 where something is not as recorded or a cell failed, 2 for input that means nothing."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m compat", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     scanning = commands.add_parser("scan", help="fingerprints of every target in every release")
     scanning.add_argument("--write", action="store_true", help="write ultra_patches/core/lock.json")
     scanning.add_argument("--new", action="store_true", help="look for releases after the matrix instead")
     scanning.add_argument("--pre", action="store_true", help="with --new: pre-releases too")
-    running = commands.add_parser("run", help="each probe on a release without and with its patch")
+    running = commands.add_parser(
+        "run",
+        help="each probe on a release: without patches, with its own, and with all of them",
+        epilog="Without a choice, every release. A cell whose kept result is of this patch set is left out, but for --again and "
+        "--check.",
+    )
     running.add_argument("--cell", action="append", default=[], metavar="NAME", help="for instance vllm-0.22.1")
     running.add_argument("--upstream", action="append", default=[], help="all cells of one upstream")
     running.add_argument("--ci", action="store_true", help="the lowest, boundary and latest releases")
+    running.add_argument(
+        "--changed",
+        action="store_true",
+        help="the lowest and latest releases, and of the boundaries those whose kept result is missing or of another patch set",
+    )
     running.add_argument("--again", action="store_true", help="also where a result of this patch set is kept")
     running.add_argument("--check", action="store_true", help="run again, compare with what is kept, write nothing")
-    paging = commands.add_parser(
-        "pages", help="PATCHES.md, matrix.html and results.sarif, from declarations and results"
-    )
+    paging = commands.add_parser("pages", help="PATCHES.md and matrix.html, from declarations and results")
     paging.add_argument("--write", action="store_true", help="write them")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, 1 where something is not as recorded or a cell failed, 2 for input that means nothing."""
+    args = parser().parse_args(argv)
     try:
         if args.command == "pages":
             return _pages(args.write)
@@ -70,18 +84,14 @@ def _scan(write: bool) -> int:
 
 
 def _new(pre: bool) -> int:
-    found = new.report(matrix.read(), pre=pre)
+    found = new.compare(matrix.read(), pre=pre)
     print("\n".join(new.lines(found)))
     return 1 if found.needs_attention else 0
 
 
 def _pages(write: bool) -> int:
     old = 0
-    for path, text in (
-        (pages.PATCHES_MD, pages.patches_md()),
-        (page.PATH, page.html()),
-        (sarif.PATH, sarif.dump()),
-    ):
+    for path, text in ((pages.PATCHES_MD, pages.patches_md()), (page.PATH, page.html())):
         if write:
             path.write_text(text, encoding="utf-8")
             continue
@@ -93,8 +103,7 @@ def _pages(write: bool) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     supported = matrix.read()
-    cells = [matrix.Cell(s.name, r) for s in supported.values() for r in s.releases]
-    known = {cell.name: cell for cell in cells}
+    known = [cell.name for cell in matrix.cells(supported)]
     unknown = [n for n in args.cell if n not in known] + [u for u in args.upstream if u not in supported]
     if unknown:
         from ultra_patches.core.settings import nearest
@@ -102,15 +111,7 @@ def _run(args: argparse.Namespace) -> int:
         hint = nearest(unknown[0], [*known, *supported])
         print(f"compat: no cell or upstream is called {unknown[0]!r} ({hint})", file=sys.stderr)
         return 2
-    every = not (args.cell or args.upstream or args.ci)
-    chosen = [
-        cell
-        for cell in cells
-        if every
-        or cell.name in args.cell
-        or cell.upstream in args.upstream
-        or (args.ci and cell.release in supported[cell.upstream].in_ci)
-    ]
+    chosen = cells_of(args, supported)
     silent = [cell for cell in chosen if cell.release in supported[cell.upstream].not_live]
     for cell in silent:
         print(f"{cell.name}: not run, {supported[cell.upstream].not_live[cell.release]}")
@@ -134,6 +135,22 @@ def _run(args: argparse.Namespace) -> int:
                 results.save(cell, result)
     print(f"{len(todo)} cells run, {len(silent)} not run, {failed} not as they should be")
     return 1 if failed else 0
+
+
+def cells_of(args: argparse.Namespace, supported: Mapping[str, matrix.Supported]) -> list[matrix.Cell]:
+    """The cells that `run` is asked for, also those that cannot run here."""
+    return [cell for cell in matrix.cells(supported) if _chosen(cell, supported[cell.upstream], args)]
+
+
+def _chosen(cell: matrix.Cell, supported: matrix.Supported, args: argparse.Namespace) -> bool:
+    if not (args.cell or args.upstream or args.ci or args.changed):
+        return True
+    if cell.name in args.cell or cell.upstream in args.upstream:
+        return True
+    if cell.release not in supported.in_ci:
+        return False
+    ends = (supported.lowest, supported.latest)
+    return bool(args.ci or (args.changed and (cell.release in ends or not _kept(cell))))
 
 
 def _kept(cell: matrix.Cell) -> bool:

@@ -26,10 +26,10 @@ from remotezip import RangeNotSupported, RemoteZip, RemoteZipError
 
 
 class FetchError(Exception):
-    """What could not be had, from where, and what to do, in one line."""
+    """What cannot be fetched, from where, and what to do, in one line."""
 
 
-#: What an archive raises that is cut or garbled; where the index gives no SHA-256, nothing else tells.
+#: What reading a truncated or corrupt archive raises. Where the index gives no SHA-256 nothing else shows it.
 _BROKEN = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
@@ -135,10 +135,10 @@ def _unpack_sdist(content: bytes, target: Path) -> None:
 
 
 def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
-    """vLLM decides by the version of its metadata whether it runs on CPU, and sources have none.
+    """Write metadata with the version `+cpu`, by which vLLM knows that it runs on CPU: an sdist has none.
 
-    0.17 asks a torch that is newer than its own for what that no longer has, so there it runs on no platform at all: its
-    functions work, its layers do not.
+    Not for 0.17, whose CPU platform needs what the torch of the test stack no longer has. Without a platform its functions
+    work, its layers do not.
     """
     if release.startswith("0.17."):
         return
@@ -152,7 +152,7 @@ def _pretend_cpu_build(project: str, release: str, target: Path) -> None:
 def files(project: str, release: str, names: Iterable[str]) -> dict[str, str | None]:
     """The text of some files of a release's wheel, None for one it does not have. Raises FetchError.
 
-    Read by HTTP range requests, so that a wheel of 300 MB costs a few hundred kB; whole from an index without them.
+    Read by HTTP range requests, a few hundred kB of a wheel of 300 MB; where the index has none, the whole wheel is fetched.
     """
     wanted = list(names)
     folder = cache() / f"{project}-{release}"

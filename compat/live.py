@@ -1,4 +1,4 @@
-"""The live layer: each probe on one release, without and with its patch, in fresh processes."""
+"""Each probe on one release: without patches, with its own alone, and with all patches in force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from importlib import metadata
 from compat import matrix, results
 from compat.matrix import Cell, Supported
 from ultra_patches.patch import Patch
-from ultra_patches.proving.verify import Run, judge, run_probes, together
+from ultra_patches.proving.verify import Run, Runs, batches, judge, run_patched, run_without
 
 
 def run(cell: Cell, supported: Supported) -> results.Result:
@@ -34,7 +34,8 @@ def run(cell: Cell, supported: Supported) -> results.Result:
         }
         root = path.partition(":")[0]
         chosen = matrix.patches_of(cell.upstream)
-        rows = dict(row for group in together(chosen) for row in _both(group, environ, root))
+        beside = [patch.id for patch in results.patches_beside(cell.upstream)]
+        rows = dict(row for batch in batches(chosen) for row in _rows(batch, beside, environ, root))
         patches: dict[str, object] = {patch.id: rows[patch.id] for patch in chosen}
     return results.Result(
         cell.upstream,
@@ -48,22 +49,24 @@ def run(cell: Cell, supported: Supported) -> results.Result:
     )
 
 
-def _both(patches: Sequence[Patch], environ: Mapping[str, str], root: str) -> list[tuple[str, dict[str, object]]]:
+def _rows(
+    patches: Sequence[Patch], beside: Sequence[str], environ: Mapping[str, str], root: str
+) -> list[tuple[str, dict[str, object]]]:
     """The rows of patches that can share a process."""
-    without = run_probes(patches, patched=False, environ=environ)
-    with_patch = run_probes(patches, patched=True, environ=environ)
-    return [(patch.id, _judged(without[patch.id], with_patch[patch.id], root)) for patch in patches]
+    without = run_without(patches, environ=environ)
+    patched = run_patched(patches, beside, environ=environ)
+    return [(patch.id, _judged(Runs(without[patch.id], *patched[patch.id]), root)) for patch in patches]
 
 
-def _judged(without: Run, with_patch: Run, root: str) -> dict[str, object]:
-    verdict, note = judge(without, with_patch, root)
-    if without.verdict == "absent":  # the lock learns it from here
-        verdict, note = "not needed", without.detail
-    return {"without": _plain(without), "with": _plain(with_patch), "verdict": verdict, "note": note}
+def _judged(runs: Runs, root: str) -> dict[str, object]:
+    verdict, note = judge(runs, root)
+    if runs.without.verdict == "absent":  # the lock learns it from here
+        verdict, note = "not needed", runs.without.detail
+    return {**{name: _plain(run) for name, run in vars(runs).items()}, "verdict": verdict, "note": note}
 
 
 def _plain(run: Run) -> dict[str, object]:
-    """A run without the paths and the notes of this machine."""
+    """What is kept of a run: nothing that depends on the folders of this machine."""
     data = asdict(run)
     data["detail"] = re.sub(r"/\S+/(?=\S+\.py)", "", data["detail"])
     return {key: data[key] for key in ("verdict", "detail", "state", "seconds", "import_seconds")}

@@ -17,27 +17,27 @@ ROOT = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Supported:
-    """The releases of one upstream, oldest first, and the ones that CI runs."""
+    """The releases of one upstream, oldest first, and which of them CI runs."""
 
     name: str
     releases: tuple[str, ...]
     lowest: str
     boundary: tuple[str, ...]
     latest: str
-    #: Release -> why it cannot run on the test stack.
+    #: Release -> why its probes cannot run on the test stack.
     not_live: Mapping[str, str]
     #: megatron-bridge release -> the megatron-core it is run with.
     core: Mapping[str, str]
 
     @property
     def in_ci(self) -> frozenset[str]:
-        """The releases that CI runs live."""
+        """The releases whose probes CI runs."""
         return frozenset({self.lowest, *self.boundary, self.latest})
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One release of one upstream: what one live run covers."""
+    """One release of one upstream, on which the probes run once."""
 
     upstream: str
     release: str
@@ -65,8 +65,13 @@ def read(path: Path = ROOT / "matrix.toml") -> dict[str, Supported]:
     }
 
 
+def cells(supported: Mapping[str, Supported]) -> list[Cell]:
+    """Every cell, oldest release first in each upstream."""
+    return [Cell(entry.name, release) for entry in supported.values() for release in entry.releases]
+
+
 def notes(path: Path = ROOT / "matrix.toml") -> dict[str, str]:
-    """The first corrected release by the upstream's own word, for each patch that it speaks of."""
+    """The first corrected release as the upstream's own notes name it, for each patch whose defect they name."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["notes"])
 
 
@@ -76,7 +81,7 @@ def patches_of(upstream: str) -> list[Patch]:
 
 
 def python_path(cell: Cell, supported: Supported) -> str:
-    """PYTHONPATH that puts the release of a cell before what is installed; fetches it. Raises fetch.FetchError."""
+    """Fetch the release of a cell and give the PYTHONPATH that puts it before what is installed. Raises fetch.FetchError."""
     trees = [fetch.tree(cell.upstream, cell.release)]
     if cell.release in supported.core:
         trees.append(fetch.tree("megatron-core", supported.core[cell.release]))

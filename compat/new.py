@@ -1,6 +1,6 @@
-"""Releases that came out after the matrix: for each patch whether the verdict of a measured release holds there.
+"""Releases after the last of the matrix: for each patch whether the verdict of a measured release holds there.
 
-Nothing is installed or run. The functions are read from the wheels and weighed as the gate weighs what is installed.
+Nothing is installed or run. The functions are read from the wheels and compared as the gate compares what is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Row:
+class Carryover:
     """One patch on one new release.
 
     Unchanged: `like` is the newest measured release with the same functions, `verdict` what holds there (None where it has
@@ -56,11 +56,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Release:
+class NewRelease:
     """`failure` is one line where the release could not be read."""
 
     name: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Carryover, ...] = ()
     failure: str | None = None
 
 
@@ -77,16 +77,16 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Upstream:
+class UpstreamReleases:
     name: str
     last: str
     index: Index
-    releases: tuple[Release, ...]
+    releases: tuple[NewRelease, ...]
 
 
 @dataclass(frozen=True)
-class Report:
-    upstreams: tuple[Upstream, ...]
+class Comparison:
+    upstreams: tuple[UpstreamReleases, ...]
 
     @property
     def needs_attention(self) -> bool:
@@ -95,9 +95,9 @@ class Report:
         return any(r.failure or any(row.state != UNCHANGED or row.verdict is None for row in r.rows) for r in releases)
 
 
-def report(
+def compare(
     supported: Mapping[str, matrix.Supported], upto: Mapping[str, str] | None = None, *, pre: bool = False
-) -> Report:
+) -> Comparison:
     """Compare what the index has with the matrix. `upto` lets an upstream's matrix end at an earlier release.
 
     Raises fetch.FetchError where the index cannot be read; a single release that cannot be read is a failure in its place.
@@ -107,8 +107,8 @@ def report(
         last = (upto or {}).get(name, entry.releases[-1])
         known = entry.releases[: entry.releases.index(last) + 1]
         index = split(fetch.packages(name), known, pre=pre)
-        found.append(Upstream(name, last, index, _releases(name, known, index.new)))
-    return Report(tuple(found))
+        found.append(UpstreamReleases(name, last, index, _releases(name, known, index.new)))
+    return Comparison(tuple(found))
 
 
 def split(listed: Iterable[DistributionPackage], known: Sequence[str], *, pre: bool) -> Index:
@@ -130,7 +130,7 @@ def split(listed: Iterable[DistributionPackage], known: Sequence[str], *, pre: b
     )
 
 
-def _releases(name: str, known: Sequence[str], new: Sequence[str]) -> tuple[Release, ...]:
+def _releases(name: str, known: Sequence[str], new: Sequence[str]) -> tuple[NewRelease, ...]:
     patches = matrix.patches_of(name)
     measured = _until(lock.load(), name, known)
     keys = {key for patch in patches for key in patch.keys}
@@ -142,15 +142,17 @@ def _releases(name: str, known: Sequence[str], new: Sequence[str]) -> tuple[Rele
     with ThreadPoolExecutor(4) as pool:
         for release, texts in zip(new, pool.map(functools.partial(_read, name, paths), new), strict=True):
             if isinstance(texts, str):
-                found.append(Release(release, failure=texts))
+                found.append(NewRelease(release, failure=texts))
                 continue
             try:
                 rows = [_row(patch, (name, known[-1], release), texts, before, measured, seen) for patch in patches]
-                found.append(Release(release, tuple(rows)))
+                found.append(NewRelease(release, tuple(rows)))
             except fetch.FetchError as error:
-                found.append(Release(release, failure=str(error)))
+                found.append(NewRelease(release, failure=str(error)))
             except SyntaxError as error:
-                found.append(Release(release, failure=f"{name} {release} is no Python of this interpreter ({error})"))
+                found.append(
+                    NewRelease(release, failure=f"{name} {release} is no Python of this interpreter ({error})")
+                )
     return tuple(found)
 
 
@@ -177,7 +179,7 @@ def _row(
     before: Callable[[], Mapping[str, str | None]],
     measured: lock.Lock,
     seen: dict[tuple[str, ...], str],
-) -> Row:
+) -> Carryover:
     upstream, last, release = names
     sources = _sources(patch, texts)
     variant = gate.choose(patch, sources)
@@ -186,17 +188,17 @@ def _row(
     # A function that has gone is in no older release "again": it was moved or renamed, and the defect with it.
     if same and (variant is not None or last in same):
         verdicts = {measured.verdicts.get(patch.id, {}).get(r) for r in same}
-        return Row(patch.id, UNCHANGED, same[-1], verdicts.pop() if len(verdicts) == 1 else None)
+        return Carryover(patch.id, UNCHANGED, same[-1], verdicts.pop() if len(verdicts) == 1 else None)
     state = CHANGED if variant else GONE
     mark = (patch.id, *(f"{key}={source.digest}" for key, source in sorted(sources.items())))
     if mark in seen:
-        return Row(patch.id, state, repeats=seen[mark])
+        return Carryover(patch.id, state, repeats=seen[mark])
     titles = (f"{upstream} {last}", f"{upstream} {release}")
     old = before()
     was = _sources(patch, old)
     functions = [_function(key, (was, sources), (old, texts), titles) for key in patch.keys]
     seen[mark] = release
-    return Row(patch.id, state, functions=tuple(f for f in functions if f is not None))
+    return Carryover(patch.id, state, functions=tuple(f for f in functions if f is not None))
 
 
 def _sources(patch: Patch, texts: Mapping[str, str | None]) -> dict[str, fingerprint.Fingerprint]:
@@ -237,8 +239,8 @@ def _lines(text: str, name: str) -> list[str]:
     return textwrap.dedent("\n".join(text.split("\n")[first - 1 : function.end_lineno])).split("\n")
 
 
-def lines(found: Report) -> list[str]:
-    """A report as text."""
+def lines(found: Comparison) -> list[str]:
+    """A comparison as text."""
     said: list[str] = []
     for upstream in found.upstreams:
         new = ", ".join(upstream.index.new) or "none"
@@ -262,7 +264,7 @@ def lines(found: Report) -> list[str]:
     return said
 
 
-def _row_lines(row: Row, last: str) -> list[str]:
+def _row_lines(row: Carryover, last: str) -> list[str]:
     if row.state == UNCHANGED:
         verdict = f"so it is {row.verdict} too" if row.verdict else "which has no verdict"
         return [f"  {row.patch}: unchanged, the functions of {row.like}, {verdict}"]

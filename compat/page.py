@@ -13,6 +13,7 @@ from compat import matrix, results
 from compat.matrix import Cell, Supported
 from ultra_patches.core import lock
 from ultra_patches.patch import Patch
+from ultra_patches.report.spans import spans
 
 PATH = matrix.ROOT / "matrix.html"
 
@@ -21,7 +22,7 @@ Loaded: TypeAlias = Mapping[str, results.Result | None]
 
 #: State of a cell -> its sign and what it means. It is written out as well: neither colour nor sign carries it alone.
 STATES = {
-    "corrected": ("◆", "affected: the probe shows the defect without the patch, and none with it"),
+    "corrected": ("◆", "affected: the probe shows the defect without patches, and none with its own alone or with all"),
     "fixed": ("✓", "not needed: the defect of earlier releases no longer shows"),
     "never": ("–", "not needed: neither this release nor an earlier one shows the defect"),
     "absent": ("∅", "not needed: the release has none of the functions"),
@@ -140,13 +141,6 @@ def plain(text: str) -> str:
     return re.sub(r"(?<![\w/:])/(?:[\w.+-]+/){2,}", "…/", text)
 
 
-def spans(order: Sequence[str], chosen: Iterable[str]) -> str:
-    """Releases as ranges, for instance `0.16.0 to 0.23.0, 0.25.0`."""
-    at = sorted(order.index(release) for release in chosen)
-    runs = [[i for _, i in run] for _, run in itertools.groupby(enumerate(at), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(order[r[0]] if len(r) == 1 else f"{order[r[0]]} to {order[r[-1]]}" for r in runs)
-
-
 def html() -> str:
     """The whole page. The same declarations, lock and results give the same text."""
     legend = "".join(
@@ -167,7 +161,8 @@ def html() -> str:
 <style>{CSS}</style></head>
 <body>
 <header><h1>Compatibility matrix of ultra-patches</h1>
-<p>Each probe ran on each release in fresh processes, without and with its patch. A cell leads to what the probe saw.</p>
+<p>Each probe ran on each release without patches, with its own patch and those that it needs, and with all patches in force.
+A cell shows the worse of the last two and leads to what the probe saw.</p>
 <dl class="legend">
 {legend}</dl></header>
 <main>
@@ -238,8 +233,8 @@ def _patch(patch: Patch, supported: Supported, seen: Mapping[str, Seen], loaded:
     facts = {
         "defect": _words(patch.description),
         "hits": _words(patch.who),
-        "affected": f"{measured}; declared <code>{escape(patch.affected)}</code>",
-        "fixed in": escape(f"{patch.fixed_in or 'no release'} ({patch.pr_state})"),
+        "affected": measured,
+        "fixed in": escape(f"{lock.load().fixed_in(patch.id) or 'no release'} ({patch.pr_state})"),
         "report": _link(patch.bug),
         "upstream": _link(patch.upstream_pr),
         "needs": escape(", ".join(patch.requires) or "nothing else"),
@@ -284,16 +279,16 @@ def _runs(patch: Patch, supported: Supported, seen: Mapping[str, Seen], loaded: 
     """One row a release, to which the cells of the matrix lead."""
     body = ""
     for release, got in seen.items():
-        result, rest = loaded[release], f'<td colspan="4">{_words(got.says)}</td>'
+        result, rest = loaded[release], f'<td colspan="5">{_words(got.says)}</td>'
         if got.row is not None and result is not None:
-            with_patch = got.row["with"]
-            said = [f"{run['verdict']}: {plain(run['detail'])}" for run in (got.row["without"], with_patch)]
+            runs = [got.row[mode] for mode in ("without", "alone", "together")]
+            said = [f"{run['verdict']}: {plain(run['detail'])}" for run in runs]
             made = f"{result.date}, Python {result.python}, torch {result.torch}, patch set {result.patch_set[:8]}"
             rest = "".join(f'<td class="wide">{escape(text)}</td>' for text in (*said, made))
-            rest += f"<td>{escape(with_patch['state'])}</td>"
+            rest += f"<td>{escape(got.row['together']['state'])}</td>"
         body += (
             f'<tr id="{patch.id}--{escape(release)}"><th scope="row">{_release(supported, release)}</th>'
             f'<td><span class="cell {got.state}">{_cell(got)}</span></td>{rest}</tr>\n'
         )
-    head = ("release", "verdict", "without the patch", "with the patch", "run", "patch is")
+    head = ("release", "verdict", "without patches", "with it alone", "with all patches in force", "run", "patch is")
     return _table(f"{patch.id}: runs", "runs", head, body)

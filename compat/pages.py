@@ -8,26 +8,23 @@ from pathlib import Path
 from compat import matrix
 from ultra_patches.core import lock
 from ultra_patches.patch import Patch
+from ultra_patches.report.spans import spans
 
 PATCHES_MD = Path(__file__).parent.parent / "PATCHES.md"
 
 
 def measured(patch: Patch) -> str:
-    """First and last affected release by the lock, as text."""
-    verdicts = lock.load().verdicts.get(patch.id, {})
-    order = matrix.read()[patch.upstream].releases
-    affected = [release for release in order if verdicts.get(release) == lock.AFFECTED]
-    if not affected:
-        return "not measured"
-    return affected[0] if len(affected) == 1 else f"{affected[0]} to {affected[-1]}"
+    """The affected releases by the lock, as text."""
+    known = lock.load()
+    return spans(known.measured(patch.id), known.affected(patch.id)) or "not measured"
 
 
 def difference(patch: Patch) -> str | None:
     """Where the measured end of a defect is not the one that the upstream's notes name; None where both agree."""
-    noted = matrix.notes().get(patch.id)
-    if noted == patch.fixed_in:
+    noted, found = matrix.notes().get(patch.id), lock.load().fixed_in(patch.id)
+    if noted == found:
         return None
-    return f"the upstream's notes say {noted or 'nothing'}, measured is {patch.fixed_in or 'no end yet'}"
+    return f"the upstream's notes say {noted or 'nothing'}, measured is {found or 'no end yet'}"
 
 
 def patches_md() -> str:
@@ -59,9 +56,15 @@ def patches_md() -> str:
             f"**{patch.title}.** {patch.description}",
             "",
             f"- Hits: {patch.who}",
-            f"- Affected as measured: {patch.upstream} {measured(patch)}; as declared: `{patch.affected}`",
+            f"- Affected as measured: {patch.upstream} {measured(patch)}; "
+            + (
+                f"fixed in {lock.load().fixed_in(patch.id)}"
+                if lock.load().fixed_in(patch.id)
+                else "fixed in no release"
+            ),
             f"- Differs from the notes: {difference(patch) or 'no'}",
-            f"- Report: {patch.bug}" + (f" (`ultra-patches explain {patch.id}` prints it)" if patch.report else ""),
+            f"- Report: {patch.bug}"
+            + (f"; ready to be filed: [{patch.report}]({patch.report})" if patch.report else ""),
             f"- Upstream: {patch.upstream_pr} ({patch.pr_state})",
             f"- Replaces: {replaced}",
             f"- Needs: {', '.join(patch.requires) or 'nothing else'}; set over: {', '.join(patch.over) or 'nothing'}",

@@ -9,20 +9,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compat import matrix
 from compat.matrix import ROOT, Cell
+from ultra_patches.patch import Patch
 
 FOLDER = ROOT / "results"
-#: Verdicts that say something about the release.
+#: Verdicts that tell whether the release needs the patch.
 DECIDED = frozenset({"corrected", "not needed"})
 
 
 class ResultError(Exception):
-    """A result that cannot be used, and what to type, in one line."""
+    """Why a kept result cannot be used, and what to type, in one line."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """`patches[id]` holds `without`, `with`, `verdict` and `note` of one patch; `seal` is over everything else."""
+    """`patches[id]` holds `without`, `alone`, `together`, `verdict` and `note` of one patch; `seal` is over everything else."""
 
     upstream: str
     release: str
@@ -35,7 +37,7 @@ class Result:
     seal: str = ""
 
     def sealed(self) -> Result:
-        """The same with its seal, by which a hand-edited file is told."""
+        """The same with its seal, which shows whether the file was edited by hand."""
         return Result(**{**asdict(self), "seal": _seal(asdict(self))})
 
 
@@ -86,24 +88,30 @@ def save(cell: Cell, result: Result) -> None:
     temporary.replace(path)
 
 
-#: What a result depends on: the patches of an upstream, their probes, and what those share. How they are set is covered by
-#: the tests.
-_MEGATRON = ("patches/megatron_*.py", "patches/bridge_*.py", "bias", "lora", "stand_ins")
+#: The rooms and modules of `ultra_patches` on which a result depends: the patches of an upstream, what they and their probes
+#: share, and what runs the probes. How a patch is decided and set is covered by the tests, and `lock.json` is made of the
+#: results.
+_MEGATRON = ("patches/megatron_*.py", "patches/bridge_*.py", "bias", "lora", "stand_ins", "proving")
 CODE = {
-    "vllm": ("patches/vllm_*.py", "reload", "transfer", "bias", "stand_ins", "received.py"),
+    "vllm": ("patches/vllm_*.py", "reload", "transfer", "bias", "stand_ins", "received.py", "proving"),
     "megatron-core": _MEGATRON,
     "megatron-bridge": _MEGATRON,
 }
 
 
 def patch_set_digest(upstream: str) -> str:
-    """16 hex digits over the code of an upstream's patches and probes: a result holds for the code that made it."""
+    """16 hex digits over the code that a result of an upstream depends on: a result holds for the code that made it."""
     package = ROOT.parent / "ultra_patches"
-    digest = hashlib.sha256()
+    digest = hashlib.sha256((ROOT / "live.py").read_bytes())
     for path in sorted(path for room in CODE[upstream] for path in _modules(package, room)):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def patches_beside(upstream: str) -> list[Patch]:
+    """The patches that are in force together on a release of an upstream: those on whose code its result depends."""
+    return [patch for name, code in CODE.items() if code == CODE[upstream] for patch in matrix.patches_of(name)]
 
 
 def _modules(package: Path, room: str) -> Iterator[Path]:

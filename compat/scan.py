@@ -1,4 +1,4 @@
-"""The static layer: the fingerprint and signature of every target in every release, without installing one."""
+"""The fingerprint and signature of every target in every release, read from its files without installing it."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def _read(name: str, paths: list[str], release: str) -> dict[str, str | None] | 
 
 
 def lock(found: Scan) -> dict[str, Any]:
-    """The content of lock.json: the scan, and for each patch and release the verdict of the live layer.
+    """The content of lock.json: the scan, and for each patch and release the verdict of the kept results.
 
-    A release that cannot run live takes the verdict of one that can and has the same functions. One without either has
-    no verdict, so that the gate asks the probe.
+    A release that does not run on the test stack takes the verdict of one that does and has the same functions. Without
+    one it has no verdict, and the gate asks the probe.
     """
     verdicts: dict[str, dict[str, str]] = {}
     for name, supported in matrix.read().items():

@@ -152,7 +152,9 @@ class Copy:
     result: Path
 
     def write_result(self, patch_set: str = "", cell: Cell = CELL) -> None:
-        rows = {"without": {"verdict": "defect"}, "with": {"verdict": "clean"}, "verdict": "corrected", "note": ""}
+        clean = {"verdict": "clean"}
+        runs = {"without": {"verdict": "defect"}, "alone": clean, "together": clean}
+        rows = {**runs, "verdict": "corrected", "note": ""}
         patches = {patch.id: rows for patch in matrix.patches_of("vllm")}
         digest = patch_set or results.patch_set_digest(cell.upstream)
         made = results.Result(cell.upstream, cell.release, "2026-01-01", "3.12.0", "2.13.0", digest, 1.0, patches)
@@ -195,7 +197,7 @@ def project(tmp_path: Path, index: Index) -> Copy:
         ignore = shutil.ignore_patterns("__pycache__", "results", "lock.json")
         shutil.copytree(matrix.ROOT.parent / folder, root / folder, ignore=ignore)
     (root / "compat" / "matrix.toml").write_text(MATRIX, encoding="utf-8")
-    (root / "ultra_patches" / "lock.json").write_text(EMPTY_LOCK, encoding="utf-8")
+    (root / "ultra_patches" / "core" / "lock.json").write_text(EMPTY_LOCK, encoding="utf-8")
     copy = Copy(root, root / "compat" / "results" / f"{CELL.name}.json")
     copy.write_result()
     index.add(WHEEL, wheel({META: "def get_numel_loaded(weight_loader, args):\n    return 0, None\n"}))
@@ -210,7 +212,7 @@ def test_the_copy_is_what_runs(project: Copy) -> None:
     assert project.start("scan").returncode == 1
     done = project.start("scan", "--write")
     assert done.returncode == 0, done.stderr
-    locked = json.loads((project.root / "ultra_patches" / "lock.json").read_text(encoding="utf-8"))
+    locked = json.loads((project.root / "ultra_patches" / "core" / "lock.json").read_text(encoding="utf-8"))
     assert locked["verdicts"]["vllm-reload-numel-guard"] == {"0.22.1": "affected"}
     assert project.start("scan").returncode == 0
     said = project.refuses("run", "--cell", "vllm-9.9.9", code=2)

@@ -159,10 +159,10 @@ def has(*projects: str) -> None:
         pytest.skip(str(error))
 
 
-def reported(upstream: str, upto: str, *, pre: bool = False) -> dict[str, dict[str, new.Row]]:
+def reported(upstream: str, upto: str, *, pre: bool = False) -> dict[str, dict[str, new.Carryover]]:
     """The rows by release and patch, for a matrix that ends early."""
     has(upstream)
-    (found,) = new.report({upstream: matrix.read()[upstream]}, {upstream: upto}, pre=pre).upstreams
+    (found,) = new.compare({upstream: matrix.read()[upstream]}, {upstream: upto}, pre=pre).upstreams
     assert [r.failure for r in found.releases if r.failure] == []
     assert [r.name for r in found.releases] == list(found.index.new)
     return {release.name: {row.patch: row for row in release.rows} for release in found.releases}
@@ -173,13 +173,13 @@ def test_vllm_after_0_23_0() -> None:
     rows = reported("vllm", "0.23.0")
     assert list(rows)[:4] == ["0.24.0", "0.25.0", "0.25.1", "0.26.0"]
     verdict = lock.load().verdicts[VIEW].get("0.23.0")
-    assert rows["0.24.0"][VIEW] == new.Row(VIEW, new.UNCHANGED, "0.23.0", verdict)
+    assert rows["0.24.0"][VIEW] == new.Carryover(VIEW, new.UNCHANGED, "0.23.0", verdict)
     (guard,) = rows["0.24.0"][GUARD].functions
     assert (guard.key.partition(":")[2], guard.state, guard.signature) == ("get_numel_loaded", new.CHANGED, None)
     assert guard.diff[:2] == ("--- vllm 0.23.0", "+++ vllm 0.24.0")
     assert "-    return counter.copied_numel, return_value" in guard.diff
     assert "+        numel = min(numel, param.numel())" in guard.diff
-    assert rows["0.25.0"][GUARD] == new.Row(GUARD, new.CHANGED, repeats="0.24.0")
+    assert rows["0.25.0"][GUARD] == new.Carryover(GUARD, new.CHANGED, repeats="0.24.0")
     (receive,) = rows["0.25.0"][LAYOUT].functions
     assert receive.signature == ("(self, update_info, load_weights)", "(self, update_info)")
     assert {(f.key.partition(":")[2], f.state) for f in rows["0.27.0"][LAYOUT].functions} >= {
@@ -255,7 +255,7 @@ def test_a_release_that_cannot_be_read_does_not_hide_the_others(index: Index) ->
     for name, content in wheels.items():
         index.add(f"vllm-{name}-py3-none-any.whl", content)
     entry = replace(matrix.read()["vllm"], releases=("0.33.0",))
-    found = new.report({"vllm": entry})
+    found = new.compare({"vllm": entry})
     failures = {release.name: release.failure for release in found.upstreams[0].releases}
     assert [name for name, failure in failures.items() if failure] == ["0.35.0", "0.37.0"]
     rows = {r.name: row for r in found.upstreams[0].releases for row in r.rows if row.patch == GUARD}
@@ -287,6 +287,6 @@ def test_a_release_that_cannot_be_read_does_not_hide_the_others(index: Index) ->
 
 def test_nothing_new(index: Index) -> None:
     index.add("vllm-0.33.0-py3-none-any.whl", b"")
-    found = new.report({"vllm": replace(matrix.read()["vllm"], releases=("0.33.0",))})
+    found = new.compare({"vllm": replace(matrix.read()["vllm"], releases=("0.33.0",))})
     assert new.lines(found) == ["vllm: releases after 0.33.0: none"]
     assert not found.needs_attention

@@ -19,11 +19,19 @@ import pytest
 
 from compat import matrix, page, results
 from compat.matrix import Cell, Supported
-from compat.test_sarif import keep, made
+from tests.support.kept import keep, made
 from ultra_patches.patch import Patch
 
+GUARD = next(p for p in matrix.patches_of("vllm") if p.id == "vllm-reload-numel-guard")
 ALL = [(patch, supported) for name, supported in matrix.read().items() for patch in matrix.patches_of(name)]
 VOID = {"meta", "br", "wbr"}
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results of the test's own."""
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
+    return tmp_path / "results"
 
 
 @dataclasses.dataclass
@@ -290,3 +298,78 @@ def test_the_page_forbids_every_request(chromium: str, tmp_path: Path) -> None:
     assert requests(chromium, tmp_path, text)[1] == []
     bare = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
     assert any("example.invalid" in line for line in requests(chromium, tmp_path, bare)[1]), "the proxy sees requests"
+
+
+def test_state_of_each_kind_of_cell(empty: Path) -> None:
+    patch, supported = GUARD, matrix.read()["vllm"]
+    verdicts = {
+        "0.16.0": "clean",
+        "0.18.0": "corrected",
+        "0.18.1": "absent",
+        "0.19.0": "clean",
+        "0.19.1": "inconclusive",
+        "0.20.0": "NOT CORRECTED",
+        "0.20.1": "SPOILED",
+    }
+    for release, verdict in verdicts.items():
+        keep(Cell("vllm", release), {patch.id: made(patch, verdict)})
+    seen = page.judged(patch, supported, page.load(supported))
+    got = {release: (seen[release].state, seen[release].label, seen[release].affected) for release in verdicts}
+    assert got == {
+        "0.16.0": ("never", "never", False),
+        "0.18.0": ("corrected", "corrected", True),
+        "0.18.1": ("absent", "absent", False),
+        "0.19.0": ("fixed", "fixed", False),
+        "0.19.1": ("inconclusive", "inconclusive", None),
+        "0.20.0": ("failed", "not corrected", None),
+        "0.20.1": ("failed", "spoiled", None),
+    }
+    assert seen["0.20.0"].says == "not corrected: seen at vllm/a.py:1", "without the folders of the machine"
+    assert seen["0.33.0"].state == "no-result"
+    assert "`python -m compat run --cell vllm-0.33.0`" in seen["0.33.0"].says
+    assert len(list(empty.iterdir())) == len(verdicts)
+
+
+def test_a_release_that_was_not_run_names_the_one_whose_verdict_it_takes(empty: Path) -> None:
+    patch = GUARD
+    supported = dataclasses.replace(matrix.read()["vllm"], not_live={"0.17.0": "for instance"})
+
+    def of(release: str) -> page.Seen:
+        return page.judged(patch, supported, page.load(supported))[release]
+
+    assert page.digests(patch, "0.17.0") == page.digests(patch, "0.16.0") == page.digests(patch, "0.18.0")
+    assert page.digests(patch, "0.33.0") != page.digests(patch, "0.17.0")
+    keep(Cell("vllm", "0.33.0"), {patch.id: made(patch, "clean")})
+    assert of("0.17.0").more == "no verdict", "no release with its source was run"
+    keep(Cell("vllm", "0.18.0"), {patch.id: made(patch, "corrected")})
+    assert (of("0.17.0").state, of("0.17.0").more, of("0.17.0").affected) == ("not-run", "affected, as 0.18.0", True)
+    assert supported.not_live["0.17.0"] in of("0.17.0").says
+    keep(Cell("vllm", "0.16.0"), {patch.id: made(patch, "clean")})
+    assert (of("0.17.0").more, of("0.17.0").affected) == ("no verdict", None), "those with its source differ"
+    assert len(list(empty.iterdir())) == 3
+
+
+def test_an_edited_result_is_refused(empty: Path) -> None:
+    cell = Cell("vllm", "0.33.0")
+    keep(cell, {})
+    path = results.path_of(cell)
+    path.write_text(path.read_text(encoding="utf-8").replace("2.13.0", "2.14.0"), encoding="utf-8")
+    with pytest.raises(results.ResultError, match="edited by hand"):
+        page.html()
+    assert path.parent == empty
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "TypeError (/home/someone/.cache/x/releases/megatron-core-0.16.0/megatron/a.py:3)",
+            "TypeError (megatron/a.py:3)",
+        ),
+        ("at /opt/venv/lib/python3.12/site-packages/vllm/b.py", "at vllm/b.py"),
+        ("no /home/someone/work/file", "no …/file"),
+        ("1/2 and/or https://github.com/a/b/pull/3", "1/2 and/or https://github.com/a/b/pull/3"),
+    ],
+)
+def test_folders_of_the_machine_are_left_out(text: str, expected: str) -> None:
+    assert page.plain(text) == expected

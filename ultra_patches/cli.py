@@ -34,8 +34,9 @@ def _run(argv: list[str] | None) -> int:
     status.add_argument("--run-dir", metavar="DIR", help="of every process that wrote to ULTRA_PATCHES_RUN_DIR=DIR")
     explain = commands.add_parser("explain", help="the defect, who it hits, what is replaced, when it goes")
     explain.add_argument("id")
-    verify = commands.add_parser("verify", help="run each probe without and with its patch, in fresh processes")
+    verify = commands.add_parser("verify", help="run each probe without patches, with its own, and with all of them")
     verify.add_argument("ids", nargs="*", metavar="ID", help="all patches by default")
+    verify.add_argument("--alone", action="store_true", help="leave out the run with all patches in force")
     verify.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     doctor = commands.add_parser("doctor", help="why a patch might not reach a process")
     doctor.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
@@ -48,7 +49,7 @@ def _run(argv: list[str] | None) -> int:
     )
     retire.add_argument("--json", action="store_true", help="plain data, schema in docs/json.md")
     args = parser.parse_args(argv)
-    if args.command == "doctor":  # for which a setting that means nothing is a finding
+    if args.command == "doctor":  # which reports an invalid setting itself
         return _doctor(args.json, args.imports)
     complaints = _complaints()
     for text in complaints:
@@ -64,7 +65,7 @@ def _run(argv: list[str] | None) -> int:
     if unknown:
         print(f"ultra-patches: {unknown}", file=sys.stderr)
         return 2
-    return _explain(args.id) if args.command == "explain" else _verify(args.ids, args.json)
+    return _explain(args.id) if args.command == "explain" else _verify(args.ids, args.json, args.alone)
 
 
 def _complaints() -> tuple[str, ...]:
@@ -136,23 +137,23 @@ def _run_dir(folder: str, as_json: bool) -> int:
     from ultra_patches.report import run_dir as run_report
 
     try:
-        report = run_report.read(folder)
+        run = run_report.read(folder)
     except UltraPatchesError as error:
         print(f"ultra-patches: {error}", file=sys.stderr)
         return 2
-    problems = run_report.problems(report)
+    problems = run_report.problems(run)
     if as_json:
         groups = {
             name: {digest: [process.file for process in processes] for digest, processes in group.items()}
-            for name, group in report.groups.items()
+            for name, group in run.groups.items()
         }
-        processes = [asdict(process) for process in report.processes]
+        processes = [asdict(process) for process in run.processes]
         body = {"processes": processes, "groups": groups, "problems": problems}
         print(json.dumps({**_envelope("run-dir"), **body}, indent=2))
     else:
         from ultra_patches.report import tables
 
-        tables.run_dir(report)
+        tables.run_dir(run)
         for text in problems:
             print(f"ultra-patches: {text}", file=sys.stderr)
     return 1 if problems else 0
@@ -199,15 +200,17 @@ def _retire(supported: list[str], as_json: bool) -> int:
     return 0
 
 
-def _verify(ids: list[str], as_json: bool) -> int:
+def _verify(ids: list[str], as_json: bool, alone: bool) -> int:
+    import functools
+
     from ultra_patches.core.ledger import entries
     from ultra_patches.proving.verify import FAILURES, verify
     from ultra_patches.report import tables
 
     patches = [entry.patch for patch_id, entry in sorted(entries.items()) if not ids or patch_id in ids]
     if as_json:
-        rows = list(verify(patches))
+        rows = list(verify(patches, alone=alone))
         print(json.dumps({**_envelope("verify"), "patches": [row.as_dict() for row in rows]}, indent=2))
     else:
-        rows = tables.verify(patches, verify)
+        rows = tables.verify(patches, functools.partial(verify, alone=alone))
     return 1 if any(row.verdict in FAILURES for row in rows) else 0

@@ -66,17 +66,6 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What to file upstream, for a defect that nobody has reported there."""
-
-    title: str
-    #: Python that shows it on the installed release.
-    reproduction: str
-    expected: str
-    change: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Patch:
     """One defect of an upstream, the probe that shows it and what is set in its place."""
 
@@ -89,15 +78,15 @@ class Patch:
     bug: str
     upstream_pr: str
     pr_state: str
-    #: Releases that were measured as affected, as a version specifier.
-    affected: str
-    #: The first release that carries the correction, None while there is none.
-    fixed_in: str | None
     removal: str
     #: The day the verdicts of every release were last measured, as YYYY-MM-DD.
     last_checked: str
     variants: tuple[Variant, ...]
     probe: Callable[[], Finding] = field(repr=False)
+    #: The affected releases as a version specifier, and the first release that carries the correction: for a patch that
+    #: `lock.json` does not know. Of the overlay's own patches every release was measured, and the lock says both.
+    affected: str = ""
+    fixed_in: str | None = None
     #: The modules after whose import the probe can run at once. Empty where it needs process groups, other modules or
     #: seconds: then `ultra-patches verify` runs it in a fresh process.
     probe_after: tuple[str, ...] = ()
@@ -107,8 +96,8 @@ class Patch:
     requires: tuple[str, ...] = ()
     #: Patches that this one is set over where both replace the same function.
     over: tuple[str, ...] = ()
-    #: Ready to be filed, where no public thread speaks of the defect.
-    report: Report | None = field(default=None, repr=False)
+    #: What is ready to be filed upstream, as a file in the repository; None where a public thread says it all.
+    report: str | None = None
     #: Run when the patch has been taken back, so that nothing of what its functions keep is left.
     withdraw: Callable[[], None] | None = field(default=None, repr=False)
     #: Functions that are not replaced but decide whether the defect shows, as `module:name`.

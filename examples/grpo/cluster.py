@@ -17,7 +17,7 @@ from ultra_patches.entrypoints.ray import runtime_env
 
 #: The patches without which weights do not arrive as they were, by where they act.
 TRAINER_PATCHES = ("megatron-router-bias-builder", "megatron-router-bias-fp32", "bridge-router-bias-export")
-LORA_PATCHES = ("bridge-lora-merge", "megatron-bridge-lora-refit")
+LORA_PATCHES = ("bridge-lora-merge", "bridge-lora-refit")
 RELOAD_PATCHES = (
     "vllm-mamba-conv-weights",
     "vllm-reload-abandoned-session",

@@ -84,6 +84,12 @@ def test_known_to_be_fixed_is_left_alone() -> None:
     assert decision == Decision(Action.NOTHING, State.NOT_NEEDED, "fixed upstream since 0.24.0")
 
 
+def test_the_lock_says_since_when_it_is_fixed() -> None:
+    functions = {"vllm": {KEY: {OLD: ("0.9.0",), FIXED: ("0.10.0", "0.11.0")}}}
+    known = Lock(functions, {}, {"toy": {"0.11.0": "unaffected", "0.10.0": "unaffected", "0.9.0": "affected"}})
+    assert decide(patch(), evidence(FIXED, "0.11.0"), known, Settings()).reason == "fixed upstream since 0.10.0"
+
+
 def test_never_affected() -> None:
     known = lock(**{"0.20.0": "unaffected", "0.23.0": "unaffected"})
     decision = decide(patch(fixed_in="0.24.0"), evidence(OLD), known, Settings())

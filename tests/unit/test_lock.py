@@ -42,3 +42,24 @@ def test_signatures_that_were_measured() -> None:
 
 def test_an_empty_lock_knows_nothing() -> None:
     assert Lock({}, {}, {}).releases_with("vllm", {"m:f": "one"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("letters", "affected", "fixed_in"),
+    [
+        ("aauu", ("0.9.0", "0.10.0rc1"), "0.10.0"),
+        ("uaua", ("0.10.0rc1", "0.11.0"), None),
+        ("auau", ("0.9.0", "0.10.0"), "0.11.0"),
+        ("uuuu", (), None),
+        ("", (), None),
+    ],
+)
+def test_which_releases_are_affected_and_which_is_fixed(
+    letters: str, affected: tuple[str, ...], fixed_in: str | None
+) -> None:
+    words = {"a": "affected", "u": "unaffected"}
+    oldest_first = ("0.9.0", "0.10.0rc1", "0.10.0", "0.11.0")
+    verdicts = {release: words[letter] for release, letter in zip(oldest_first, letters, strict=False)}
+    known = Lock({}, {}, {"toy": dict(sorted(verdicts.items()))})  # as JSON holds them
+    assert (known.affected("toy"), known.fixed_in("toy")) == (affected, fixed_in)
+    assert known.measured("toy") == tuple(verdicts)

@@ -18,7 +18,7 @@ from ultra_patches.core.lock import AFFECTED, UNAFFECTED, Lock
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.patch import Patch
 from ultra_patches.report import retire
-from ultra_patches.report.retire import Dependent, Row
+from ultra_patches.report.retire import Dependent, Retirement
 
 from .stub import declare
 
@@ -46,7 +46,7 @@ def verdicts(**text: str) -> dict[str, dict[str, str]]:
 
 def decided(
     measured: Mapping[str, Mapping[str, str]], *given_: str, needed_by: Mapping[str, list[Dependent]] | None = None
-) -> dict[str, Row]:
+) -> dict[str, Retirement]:
     known = lock(measured)
     patches: dict[str, Patch] = {name: declare(name, ("vllm.m", "f")) for name in measured}
     return {row.id: row for row in retire.decide(patches, known, retire.supported(given_, known), needed_by or {})}
@@ -232,7 +232,7 @@ def test_mentions(tmp_path: Path) -> None:
 
 
 def test_the_overlays_own_patches_and_where_they_are() -> None:
-    root = Path(retire.__file__).parents[1]
+    root = Path(retire.__file__).parents[2]
     rows = retire.retire()
     points = {point.name: point.value for point in metadata.entry_points(group="ultra_patches.patches")}
     assert len(rows) >= 8

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultra_patches.core.gate import BAD, State
+from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.report import run_dir as run_report
-from ultra_patches.report.run_dir import Report
+from ultra_patches.report.run_dir import RunFolder
 from ultra_patches.run_dir import writer as rundir
-from ultra_patches.run_dir.writer import IN_FORCE, Process
+from ultra_patches.run_dir.record import IN_FORCE, Process
 
 STATES = [state.value for state in State]
 _numbers = itertools.count(1)
@@ -46,10 +46,6 @@ def process(states: dict[str, str] | None = None, **fields: Any) -> Process:
         "patches": {name: ("vllm", state, "why") for name, state in (states or {"p": "applied"}).items()},
     }
     return Process(**{**given, **fields})
-
-
-def test_bad_states_are_those_of_the_gate() -> None:
-    assert set(rundir._BAD) == {state.value for state in BAD}
 
 
 def test_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +143,7 @@ def test_a_folder_called_json_is_named(tmp_path: Path) -> None:
 
 
 def test_a_patch_that_is_not_declared() -> None:
-    report = Report((process(), process(), process({"q": "applied"}, host="node2", pid=9, rank=None, role="API")))
+    report = RunFolder((process(), process(), process({"q": "applied"}, host="node2", pid=9, rank=None, role="API")))
     assert run_report.differences(report) == [
         "node2 pid 9 rank - (API): p not declared, in force in 2 of 3",
         "node2 pid 9 rank - (API): q in force (why), not declared in 2 of 3",
@@ -155,14 +151,14 @@ def test_a_patch_that_is_not_declared() -> None:
 
 
 def test_a_patch_that_one_waits_with_and_the_other_does_not_know() -> None:
-    report = Report((process({"p": "applied"}, pid=9), process({"p": "applied", "q": "armed"})))
+    report = RunFolder((process({"p": "applied"}, pid=9), process({"p": "applied", "q": "armed"})))
     assert run_report.differences(report) == ["node1 pid 9 rank 0 (Worker): q not declared, in force in 1 of 2"]
 
 
 def test_other_versions() -> None:
     other = process({"p": "not-needed"}, pid=9, imported={"vllm": "0.33.0"})
     older = process(pid=8, overlay="0.0.9")
-    assert run_report.differences(Report((process(), process(), other, older))) == [
+    assert run_report.differences(RunFolder((process(), process(), other, older))) == [
         "node1 pid 9 rank 0 (Worker): vllm 0.33.0, 0.20.0 in 3 of 4",
         "node1 pid 8 rank 0 (Worker): ultra-patches 0.0.9, 0.1.0 in 3 of 4",
     ]
@@ -170,18 +166,18 @@ def test_other_versions() -> None:
 
 def test_who_has_not_imported_it_is_not_asked() -> None:
     launcher = process({"p": "disabled"}, imported={}, overlay="0.0.1")
-    assert run_report.problems(Report((process(), launcher))) == []
+    assert run_report.problems(RunFolder((process(), launcher))) == []
 
 
 def test_a_correction_that_is_nowhere_in_force() -> None:
-    report = Report((process({"p": "drifted"}, pid=7), process({"p": "drifted"})))
+    report = RunFolder((process({"p": "drifted"}, pid=7), process({"p": "drifted"})))
     assert run_report.differences(report) == []
     assert run_report.problems(report) == ["p drifted (why) in 2 processes, first node1 pid 7 rank 0 (Worker)"]
 
 
 def test_the_table() -> None:
     first, second = process({"p": "applied", "q": "armed"}), process(imported={}, rank=None)
-    rows = run_report.table(Report((first, second)))
+    rows = run_report.table(RunFolder((first, second)))
     assert all(len(row) == len(run_report.HEADINGS) for row in rows)
     assert rows[0][4:] == ("vllm 0.20.0", first.digest("vllm", {}), "1 armed, 1 in force")
     assert rows[1][2:6] == ("-", "Worker", "-", "-")
@@ -194,14 +190,14 @@ anything = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(STATES), min
 @given(settled, st.sets(st.sampled_from("abcd")), st.integers(1, 4))
 def test_what_is_armed_differs_from_nothing(states: dict[str, str], armed: set[str], others: int) -> None:
     waiting = process({name: "armed" if name in armed else state for name, state in states.items()})
-    report = Report((waiting, *(process(states) for _ in range(others))))
+    report = RunFolder((waiting, *(process(states) for _ in range(others))))
     assert run_report.differences(report) == []
     assert len(report.groups["vllm"]) == 1
 
 
 @given(st.lists(anything, min_size=1, max_size=6))
 def test_one_digest_is_no_difference_and_the_other_way_round(all_states: list[dict[str, str]]) -> None:
-    report = Report(tuple(process(states) for states in all_states))
+    report = RunFolder(tuple(process(states) for states in all_states))
     assert (run_report.differences(report) == []) == (len(report.groups["vllm"]) == 1)
     assert all("\n" not in line for line in run_report.problems(report))
 
@@ -210,7 +206,7 @@ def test_one_digest_is_no_difference_and_the_other_way_round(all_states: list[di
 def test_the_order_of_processes_does_not_matter(all_states: list[dict[str, str]], random: Any) -> None:
     processes = [process(states) for states in all_states]
     shuffled = random.sample(processes, len(processes))
-    one, other = Report(tuple(processes)), Report(tuple(shuffled))
+    one, other = RunFolder(tuple(processes)), RunFolder(tuple(shuffled))
     assert sorted(run_report.differences(one)) == sorted(run_report.differences(other))
     assert one.groups["vllm"].keys() == other.groups["vllm"].keys()
 

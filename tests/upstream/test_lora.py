@@ -8,7 +8,7 @@ from tests.support import Run, states
 
 pytestmark = pytest.mark.upstream
 
-REFIT, MERGE = "megatron-bridge-lora-refit", "bridge-lora-merge"
+REFIT, MERGE = "bridge-lora-refit", "bridge-lora-merge"
 #: Each Bridge with a core it was released for.
 BRIDGES = {"0.3.1": "0.16.1", "0.4.2": "0.17.1", "0.6.2": "0.19.2"}
 DOWN = "model.layers.0.mlp.down_proj"

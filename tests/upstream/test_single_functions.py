@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import releases
 from ultra_patches.core.ledger import entries
-from ultra_patches.proving.verify import Run, run_probes
+from ultra_patches.proving.verify import Run, run_patched, run_without
 
 pytestmark = pytest.mark.upstream
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,10 @@ def probes(release: str, patched: bool) -> dict[str, Run]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    return run_probes([entries[patch_id].patch for patch_id in ALL], patched=patched, environ=environ)
+    patches = [entries[patch_id].patch for patch_id in ALL]
+    if not patched:
+        return run_without(patches, environ=environ)
+    return {patch_id: alone for patch_id, (alone, _) in run_patched(patches, None, environ=environ).items()}
 
 
 @pytest.mark.parametrize(("release", "patch_id"), CASES)

@@ -162,7 +162,7 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
     if releases and verdicts == {AFFECTED} and variant is not None:
         return Decision(Action.APPLY, State.ARMED, _same_as(releases), variant)
     if releases and AFFECTED not in verdicts and None not in verdicts:
-        why = _why_not_needed(patch, releases) if variant else "this release has none of the functions"
+        why = _why_not_needed(patch, releases, lock) if variant else "this release has none of the functions"
         return Decision(Action.NOTHING, State.NOT_NEEDED, why)
     return _unknown(patch, evidence, lock, upstream, variant)
 
@@ -228,12 +228,11 @@ def _same_as(releases: tuple[str, ...]) -> str:
     return f"same source as in {releases[0]} to {releases[-1]}, which are affected"
 
 
-def _why_not_needed(patch: Patch, releases: tuple[str, ...]) -> str:
-    if patch.fixed_in is not None and patch.fixed_in in releases:
-        return f"fixed upstream since {patch.fixed_in}"
+def _why_not_needed(patch: Patch, releases: tuple[str, ...], lock: Lock) -> str:
     from packaging.version import Version
 
+    fixed = patch.fixed_in or lock.fixed_in(patch.id)
     # Locked releases are real ones, so they always parse.
-    if patch.fixed_in is not None and Version(releases[0]) >= Version(patch.fixed_in):
-        return f"fixed upstream since {patch.fixed_in}"
+    if fixed is not None and (fixed in releases or Version(releases[0]) >= Version(fixed)):
+        return f"fixed upstream since {fixed}"
     return f"never affected: same source as in {releases[0]}"

@@ -35,6 +35,22 @@ class Lock:
             common = dict.fromkeys(r for r in releases if common is None or r in common)
         return tuple(common or ())
 
+    def measured(self, patch_id: str) -> tuple[str, ...]:
+        """The releases on which a patch has a verdict, oldest first."""
+        from packaging.version import Version  # arming does without
+
+        return tuple(sorted(self.verdicts.get(patch_id, {}), key=Version))
+
+    def affected(self, patch_id: str) -> tuple[str, ...]:
+        """The releases that a patch is needed on, oldest first."""
+        return tuple(r for r in self.measured(patch_id) if self.verdicts[patch_id][r] == AFFECTED)
+
+    def fixed_in(self, patch_id: str) -> str | None:
+        """The first release after the last affected one, None where there is none of either."""
+        measured, affected = self.measured(patch_id), self.affected(patch_id)
+        after = measured[measured.index(affected[-1]) + 1 :] if affected else ()
+        return next(iter(after), None)
+
     def signatures_of(self, upstream: str, key: str) -> frozenset[str]:
         """Every signature that a locked release gives this function."""
         known = self.signatures.get(upstream, {})

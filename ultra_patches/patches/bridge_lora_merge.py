@@ -162,8 +162,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
     upstream_pr="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/3341",
     pr_state="merged, in 0.5.0; the adapters of other ranks are wrong in 0.6.2",
-    affected=">=0.3.0,<=0.6.2",
-    fixed_in=None,
     removal="every supported release merges each expert's own adapter under expert parallelism",
     last_checked="2026-11-30",
     variants=(

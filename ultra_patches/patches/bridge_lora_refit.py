@@ -96,7 +96,7 @@ def _listed(names: list[str]) -> str:
 
 
 PATCH = Patch(
-    id="megatron-bridge-lora-refit",
+    id="bridge-lora-refit",
     title="An export with unmerged adapters is refused",
     upstream="megatron-bridge",
     description=(
@@ -110,8 +110,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/RL/issues/2754",
     upstream_pr="none",
     pr_state="unfixed in 0.6.2",
-    affected=">=0.3.0,<=0.6.2",
-    fixed_in=None,
     removal="every supported release refuses unmerged weights for a receiver that does not ask for them, and merges DoRA",
     last_checked="2026-11-30",
     variants=(

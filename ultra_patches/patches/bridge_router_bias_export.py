@@ -49,8 +49,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4301",
     upstream_pr="none",
     pr_state="unfixed in 0.6.2",
-    affected=">=0.6.0,<=0.6.2",
-    fixed_in=None,
     removal="every supported release exempts the router bias from weight_dtype",
     last_checked="2026-11-29",
     variants=(Variant("all", (Target(_MODULE, "MegatronModelBridge._cast_export_weight_dtype", build),)),),

@@ -89,8 +89,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/2248",
     upstream_pr="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/2248",
     pr_state="merged, in 0.4.0",
-    affected=">=0.2.0rc6,<=0.3.1",
-    fixed_in="0.4.0",
     removal="megatron-bridge < 0.4 is no longer supported",
     last_checked="2026-11-29",
     variants=(Variant("all", (Target(_MODULE, "get_model", build),)),),

@@ -35,8 +35,6 @@ PATCH = Patch(
     bug="https://github.com/radixark/miles/pull/811",
     upstream_pr="none",
     pr_state="moved to megatron-core in 0.5.0, unfixed there",
-    affected=">=0.4.0,<=0.4.2",
-    fixed_in="0.5.0",
     removal="megatron-bridge < 0.5 is no longer supported",
     last_checked="2026-11-29",
     variants=(Variant("all", (Target(_MODULE, "_wrap_with_mp_wrapper", build),)),),

@@ -47,8 +47,6 @@ PATCH = Patch(
     bug="https://github.com/radixark/miles/pull/811",
     upstream_pr="none",
     pr_state="unfixed in 0.19.2",
-    affected=">=0.18.0,<=0.19.2",
-    fixed_in=None,
     removal="every supported release holds expert_bias across the wrap",
     last_checked="2026-11-29",
     variants=(Variant("all", (Target(_MODULE, "_wrap_with_mp_wrapper", build),)),),

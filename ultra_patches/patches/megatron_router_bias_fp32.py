@@ -47,8 +47,6 @@ PATCH = Patch(
     bug="https://github.com/radixark/miles/pull/811",
     upstream_pr="https://github.com/NVIDIA/Megatron-LM/pull/5929",
     pr_state="main honours mark_keep_in_fp32, but nothing marks expert_bias; in no release",
-    affected=">=0.16.0,<=0.19.2",
-    fixed_in=None,
     removal="every supported release keeps expert_bias across Float16Module",
     last_checked="2026-11-29",
     variants=(Variant("all", (Target(_MODULE, "Float16Module.__init__", build),)),),

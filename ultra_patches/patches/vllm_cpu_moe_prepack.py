@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 
 _MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 
@@ -80,26 +80,12 @@ PATCH = Patch(
     ),
     who="weight updates of MoE models in CPU builds",
     origin="ultra-patches",
-    bug="not reported upstream; `report` is ready to be filed",
+    bug="not reported upstream",
     upstream_pr="none",
     pr_state="not proposed",
-    affected=">=0.28.0",
-    fixed_in=None,
     removal="upstream repacks whenever it sets up the kernel",
     last_checked="2026-11-30",
-    report=Report(
-        title="CPU MoE: a weight update is not prepacked, so that every expert is scrambled",
-        reproduction="""\
-Start any unquantised MoE model in a CPU build with weight_transfer_config, send the checkpoint that it was started
-on through start_weight_update, update_weights and finish_weight_update, and compare log-probabilities before and
-after: they differ by whole units, without an error.
-""",
-        expected="the same log-probabilities",
-        change=(
-            "In UnquantizedFusedMoEMethod._setup_kernel, call fused_experts.process_weights_after_loading on updates too for "
-            "backends that repack the layer's weights there."
-        ),
-    ),
+    report="docs/reports/vllm-cpu-moe-prepack.md",
     variants=(Variant("all", (Target(_MODULE, "UnquantizedFusedMoEMethod._setup_kernel", build),)),),
     probe=probe,
     probe_after=(_MODULE,),

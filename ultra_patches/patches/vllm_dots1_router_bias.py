@@ -43,8 +43,6 @@ PATCH = Patch(
     bug="not reported upstream, corrected there without an issue that we found",
     upstream_pr="none found",
     pr_state="the model was removed in 0.24.0",
-    affected=">=0.16.0,<=0.23.0",
-    fixed_in="0.24.0",
     removal="vllm < 0.24 is no longer supported",
     last_checked="2026-11-30",
     variants=(

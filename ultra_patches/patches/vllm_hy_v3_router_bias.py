@@ -38,8 +38,6 @@ PATCH = Patch(
     bug="not reported upstream, corrected there without an issue that we found",
     upstream_pr="none found",
     pr_state="in 0.26.0",
-    affected=">=0.20.0,<=0.25.1",
-    fixed_in="0.26.0",
     removal="vllm < 0.26 is no longer supported",
     last_checked="2026-11-30",
     variants=(

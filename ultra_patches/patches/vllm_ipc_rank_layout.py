@@ -172,8 +172,6 @@ PATCH = Patch(
     bug="https://github.com/NovaSky-AI/SkyRL/pull/1816",
     upstream_pr="none for the merged message; per-rank messages can be sent by hand since #52497",
     pr_state="unfixed in 0.33.0",
-    affected=">=0.17.0,<=0.33.0",
-    fixed_in=None,
     removal="vLLM compares or sends the layout of every rank",
     last_checked="2026-11-29",
     variants=(

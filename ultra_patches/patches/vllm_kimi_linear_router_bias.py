@@ -44,8 +44,6 @@ PATCH = Patch(
     bug="not reported upstream, corrected there without an issue that we found",
     upstream_pr="none found",
     pr_state="the model moved to another module in 0.27.0",
-    affected=">=0.16.0,<=0.26.0",
-    fixed_in="0.27.0",
     removal="vllm < 0.27 is no longer supported",
     last_checked="2026-11-30",
     variants=(

@@ -48,8 +48,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/pull/42481",
     upstream_pr="https://github.com/vllm-project/vllm/pull/42481",
     pr_state="merged, values right since 0.22.0; persistence since 0.26.0 (#44371)",
-    affected=">=0.16.0,<=0.25.1",
-    fixed_in="0.26.0",
     removal="vllm < 0.26 is no longer supported",
     last_checked="2026-11-29",
     variants=(

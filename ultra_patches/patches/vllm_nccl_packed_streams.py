@@ -84,8 +84,6 @@ PATCH = Patch(
     bug="no public report found; `packed_nccl_broadcast_consumer` of 0.33.0 chains events",
     upstream_pr="not found by number",
     pr_state="in 0.33.0",
-    affected=">=0.16.0,<=0.32.0",
-    fixed_in="0.33.0",
     removal="vllm < 0.33 is no longer supported",
     last_checked="2026-11-30",
     variants=tuple(Variant(name, (Target(_MODULE, name, build),)) for name in _NAMES),

@@ -128,8 +128,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/pull/57665",
     upstream_pr="https://github.com/vllm-project/vllm/pull/57665",
     pr_state="open",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream aligns offsets or copies",
     last_checked="2026-11-30",
     variants=(

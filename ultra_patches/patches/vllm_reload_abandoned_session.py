@@ -50,8 +50,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/issues/57853",
     upstream_pr="https://github.com/vllm-project/vllm/pull/57854",
     pr_state="open: the engine survives a failed update",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream ends a session that failed",
     last_checked="2026-11-30",
     variants=(

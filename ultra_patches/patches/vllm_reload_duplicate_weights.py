@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload import session
 from ultra_patches.reload.session import Rule, seam
 from ultra_patches.reload.toys import load, parameter, poisoned, record, update
@@ -53,11 +53,9 @@ PATCH = Patch(
     ),
     who="weight updates in which a name or a shard of it may come more than once",
     origin="ultra-patches",
-    bug="not reported upstream; `report` is ready to be filed",
+    bug="not reported upstream",
     upstream_pr="https://github.com/vllm-project/vllm/pull/51378",
     pr_state="open: would replace counting by whole-model transactions",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream counts each element once",
     last_checked="2026-11-30",
     variants=(
@@ -76,28 +74,5 @@ PATCH = Patch(
     probe_after=(LAYERWISE,),
     over=Rule.ONCE.over,
     withdraw=Rule.ONCE.withdraw,
-    report=Report(
-        title="Layerwise reload: a weight sent twice finishes its layer early, and another parameter stays uninitialised",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.a, layer.b = (nn.Parameter(torch.zeros(4), requires_grad=False) for _ in range(2))
-lw.record_metadata_for_reloading(layer)
-lw.initialize_layerwise_reload(layer)
-params = dict(layer.named_parameters())
-for name in ("a", "a", "b"):
-    params[name].weight_loader(params[name], torch.full((4,), 2.0))
-lw.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16, quantization=None))
-print(layer.b)  # uninitialised memory
-""",
-        expected="b is 2.0: elements that are loaded again do not count for others that have not come",
-        change=(
-            "Remember per parameter which regions were written (the destination of each copy_ that CopyCounter sees), and "
-            "count a region once a session."
-        ),
-    ),
+    report="docs/reports/vllm-reload-duplicate-weights.md",
 )

@@ -67,8 +67,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/issues/48312",
     upstream_pr="https://github.com/vllm-project/vllm/pull/50523",
     pr_state="open, for padding alone; unloaded non-persistent buffers are kept since 0.26.0 (#44371)",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream keeps parameters, persistent buffers and padding that a session does not carry",
     last_checked="2026-11-30",
     variants=(

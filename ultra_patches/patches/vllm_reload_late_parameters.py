@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload import session
 from ultra_patches.reload.session import Rule, seam
 from ultra_patches.reload.toys import load, parameter, poisoned, record, update
@@ -45,8 +45,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/pull/49586",
     upstream_pr="https://github.com/vllm-project/vllm/pull/49586",
     pr_state="merged for `bias` alone, in 0.27.0",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream records parameters when a session starts, or before it processes them",
     last_checked="2026-11-30",
     variants=(
@@ -66,28 +64,6 @@ PATCH = Patch(
     probe=probe,
     probe_after=(LAYERWISE,),
     over=Rule.LATE.over,
-    report=Report(
-        title="Layerwise reload: AttributeError for a parameter that was registered after the model was made",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
-lw.record_metadata_for_reloading(layer)
-layer.sink = nn.Parameter(torch.zeros(2), requires_grad=False)
-lw.initialize_layerwise_reload(layer)
-params = dict(layer.named_parameters())  # has no sink
-params["weight"].weight_loader(params["weight"], torch.ones(2))
-lw.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16, quantization=None))
-""",
-        expected="sink can be loaded, and keeps its value where it is not",
-        change=(
-            "Record parameters that are not known yet when process_weights_after_loading begins, and for layers without "
-            "processing when a session starts. #49586 did it for `bias` alone."
-        ),
-    ),
+    report="docs/reports/vllm-reload-late-parameters.md",
     watches=(f"{META}:capture_layer_to_meta",),
 )

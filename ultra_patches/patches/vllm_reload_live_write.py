@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload import session
 from ultra_patches.reload.session import Rule, seam
 from ultra_patches.reload.toys import begin, finish, load, parameter, poisoned, record, update
@@ -52,11 +52,9 @@ PATCH = Patch(
     ),
     who="models with a router bias or with linear biases, wherever a session can fail or generation goes on meanwhile",
     origin="ultra-patches",
-    bug="not reported upstream; brought by #38746 and #49586; `report` is ready to be filed",
+    bug="not reported upstream; brought by #38746 and #49586",
     upstream_pr="none",
     pr_state="not proposed",
-    affected=">=0.20.0",
-    fixed_in=None,
     removal="upstream keeps back the tensors of SKIP_TENSORS as well",
     last_checked="2026-11-30",
     variants=(
@@ -74,27 +72,6 @@ PATCH = Patch(
     probe_after=(LAYERWISE,),
     over=Rule.STAGE.over,
     withdraw=Rule.STAGE.withdraw,
-    report=Report(
-        title="Layerwise reload writes `bias` and `e_score_correction_bias` into the running model in mid-session",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.weight, layer.bias = (nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
-bias = layer.bias
-lw.record_metadata_for_reloading(layer)
-lw.initialize_layerwise_reload(layer)
-bias.weight_loader(bias, torch.full((2,), 2.0))
-print(bias)  # 2.0 already, with the old weight
-""",
-        expected="bias is 0 until the session ends, and has its own loader again after a session without its layer",
-        change=(
-            "Put parameters of SKIP_TENSORS aside for the session as well: a copy takes their place and is written back at the "
-            "end, also where the layer was not loaded."
-        ),
-    ),
+    report="docs/reports/vllm-reload-live-write.md",
     watches=(f"{LAYERWISE}:make_online_process_loader",),
 )

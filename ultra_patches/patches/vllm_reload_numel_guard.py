@@ -47,8 +47,6 @@ PATCH = Patch(
     bug="https://github.com/vllm-project/vllm/pull/44814",
     upstream_pr="https://github.com/vllm-project/vllm/pull/44814",
     pr_state="merged, in 0.24.0",
-    affected=">=0.16.0,<=0.23.0",
-    fixed_in="0.24.0",
     removal="vllm < 0.24 is no longer supported",
     last_checked="2026-11-29",
     variants=(

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from ultra_patches import received
-from ultra_patches.patch import Finding, Patch, Report, Target, Variant, Verdict
+from ultra_patches.patch import Finding, Patch, Target, Variant, Verdict
 from ultra_patches.reload import session
 from ultra_patches.reload.session import Rule, seam
 from ultra_patches.reload.toys import begin, finish, load, parameter, poisoned, record
@@ -71,8 +71,6 @@ PATCH = Patch(
     bug="https://github.com/NVIDIA-NeMo/RL/pull/3651",
     upstream_pr="none",
     pr_state="packed CUDA IPC clones since 0.22.0; nothing proposed for the reload itself",
-    affected=">=0.16.0",
-    fixed_in=None,
     removal="upstream's reload keeps copies of what it is given",
     last_checked="2026-11-30",
     variants=(
@@ -90,28 +88,5 @@ PATCH = Patch(
     probe=probe,
     probe_after=(LAYERWISE,),
     over=(*Rule.COPY.over, "vllm-ipc-rank-layout"),
-    report=Report(
-        title="Layerwise reload keeps references to the transport's buffer and loads what is in it later",
-        reproduction="""\
-import torch
-from types import SimpleNamespace
-from torch import nn
-from vllm.model_executor.model_loader.reload import layerwise as lw
-
-layer = nn.Module()
-layer.a, layer.b = (nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
-lw.record_metadata_for_reloading(layer)
-lw.initialize_layerwise_reload(layer)
-params, buffer = dict(layer.named_parameters()), torch.empty(2)
-for name, value in (("a", 2.0), ("b", 3.0)):
-    params[name].weight_loader(params[name], buffer.fill_(value))
-lw.finalize_layerwise_reload(layer, SimpleNamespace(dtype=torch.bfloat16, quantization=None))
-print(layer.a)  # 3.0
-""",
-        expected="a is 2.0, the value at the time of the load",
-        change=(
-            "Clone what is appended to info.loaded_weights unless the transport says that it hands over tensors of its own. "
-            "NeMo-RL#3651 and verl#7987 clone in front of vLLM for this."
-        ),
-    ),
+    report="docs/reports/vllm-reload-receive-buffer.md",
 )

@@ -1,21 +1,31 @@
-"""Run probes in a process that exists for nothing else: `python -m ultra_patches.proving.process ID…`.
+"""Run probes in a process that exists for nothing else: `python -m ultra_patches.proving.process ID… [--beside [ID…]]`.
 
-The upstream is imported once, with every given patch armed. Each probe then has a fork of that process to itself, in which
-the patches that its own does not need are taken back, so that it shows what one patch does and leaves nothing behind.
-Prints one line of JSON a probe: what it saw, how long it took, from which file the upstream came, and what had become of
-the patch.
+The upstream is imported once, with every patch armed that the environment asks for. Each run of a probe then has a fork of
+that process to itself, so that it leaves nothing behind:
+
+- `without`, the only run where ULTRA_PATCHES=off;
+- `alone`: every patch is reverted but the probe's own and those that it needs;
+- `together`, where `--beside` is given: these and the patches named there are in force.
+
+Prints one line of JSON a run: what the probe saw, how long it took, from which file the upstream came, the state of the
+patch, and, where the probe is clean alone but not together, the patch whose revert makes it clean.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ultra_patches
 from ultra_patches.core import settings, verdicts
@@ -26,6 +36,7 @@ from ultra_patches.patch import Finding, Patch, Verdict
 
 #: Seconds after which a probe is ended.
 LIMIT_S = 120
+WITHOUT, ALONE, TOGETHER = "without", "alone", "together"
 
 
 @dataclass
@@ -38,28 +49,35 @@ class Imported:
     failure: Finding | None = None
 
 
-def main(ids: list[str]) -> int:
-    for prepare in dict.fromkeys(entries[patch_id].patch.prepare for patch_id in ids):
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ultra_patches.proving.process")
+    parser.add_argument("ids", nargs="+")
+    parser.add_argument("--beside", nargs="*")
+    args = parser.parse_args(argv)
+    for prepare in dict.fromkeys(entries[patch_id].patch.prepare for patch_id in args.ids):
         if prepare is not None:
             prepare()
-    imported = {patch_id: _import(entries[patch_id].patch) for patch_id in ids}
-    for patch_id in ids:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(LIMIT_S)
-            try:
-                _only(patch_id)
-                _print(_run(entries[patch_id].patch, imported[patch_id]))
-            except BaseException:  # noqa: BLE001 # the fork must not go on as if it were the parent
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code:
-            ended = f"signal {-code}" if code < 0 else str(code)
-            why = f"no answer within {LIMIT_S} s" if code == -signal.SIGALRM else f"the process ended with {ended}"
-            _print({"id": patch_id, "verdict": Verdict.INCONCLUSIVE.value, "detail": why, "state": "?", "reason": ""})
+    imported = {patch_id: _import(entries[patch_id].patch) for patch_id in args.ids}
+    upstreams = {entries[patch_id].patch.upstream for patch_id in args.ids}
+    for other in args.beside or ():
+        # A patch is in force when its module is imported, which the probe need not do.
+        if other not in imported and entries[other].patch.upstream in upstreams:
+            _import(entries[other].patch)
+    off = settings.read(entries).mode == "off"
+    for patch_id in args.ids:
+        own = with_needs(patch_id)
+        run = functools.partial(_forked, patch_id, imported[patch_id])
+        if off:
+            _print(patch_id, WITHOUT, run(own))
+            continue
+        alone = run(own)
+        _print(patch_id, ALONE, alone)
+        if args.beside is not None:
+            every = [*own, *args.beside]
+            together = run(every)
+            if _clean(alone) and not _clean(together):
+                together["spoiled_by"] = _spoiler(patch_id, every, run)
+            _print(patch_id, TOGETHER, together)
     return 0
 
 
@@ -86,12 +104,54 @@ def _import(patch: Patch) -> Imported:
     return result
 
 
-def _only(patch_id: str) -> None:
-    """Take back every patch but one and those it needs."""
+def _forked(patch_id: str, imported: Imported, in_force: Collection[str]) -> dict[str, Any]:
+    """Run a probe in a fork of this process in which no other patches than these are in force."""
+    sys.stdout.flush()
+    # Not a pipe, which a process that the probe has started and left behind would hold open.
+    with tempfile.TemporaryFile() as answer:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT_S)
+            try:
+                for other in reversed(list(entries)):
+                    if other not in in_force and entries[other].applied:
+                        ultra_patches.revert(other)
+                os.write(answer.fileno(), json.dumps(_run(entries[patch_id].patch, imported)).encode())
+            except BaseException:  # noqa: BLE001 # the fork must not go on as if it were the parent
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answer.seek(0)
+        if code == 0:
+            seen: dict[str, Any] = json.loads(answer.read())
+            return seen
+    ended = f"signal {-code}" if code < 0 else str(code)
+    why = f"no answer within {LIMIT_S} s" if code == -signal.SIGALRM else f"the process ended with {ended}"
+    return {"verdict": Verdict.INCONCLUSIVE.value, "detail": why, "state": "?", "reason": ""}
+
+
+def _clean(seen: dict[str, Any]) -> bool:
+    return bool(seen["verdict"] == Verdict.CLEAN.value)
+
+
+def _spoiler(patch_id: str, every: Sequence[str], run: Callable[[Collection[str]], dict[str, Any]]) -> str | None:
+    """The patch without which the probe is clean again, None where no single one is."""
+    own = entries[patch_id].patch
+
+    def distance(other: str) -> int:
+        theirs = entries[other].applied
+        if theirs.keys() & set(own.keys):
+            return 0
+        return 1 if {applied.target.module for applied in theirs.values()} & set(own.modules) else 2
+
     needed = with_needs(patch_id)
-    for other in reversed(list(entries)):
-        if other not in needed and entries[other].applied:
-            ultra_patches.revert(other)
+    suspects = [other for other in entries if other in every and other not in needed and entries[other].applied]
+    # Those that replace one of its functions first, then those in its modules.
+    for suspect in sorted(suspects, key=distance):
+        if _clean(run([other for other in every if other != suspect])):
+            return suspect
+    return None
 
 
 def _run(patch: Patch, imported: Imported) -> dict[str, object]:
@@ -112,7 +172,6 @@ def _run(patch: Patch, imported: Imported) -> dict[str, object]:
         note = verdicts.keep(patch, sources_of(patch), finding.verdict)
     row = next(row for row in ultra_patches.status() if row.id == patch.id)
     return {
-        "id": patch.id,
         "version": row.version,
         "verdict": finding.verdict.value,
         "detail": finding.detail,
@@ -131,8 +190,8 @@ def _failed(error: Exception) -> Finding:
     return Finding(Verdict.INCONCLUSIVE, f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")
 
 
-def _print(result: dict[str, object]) -> None:
-    print("\n" + json.dumps(result), flush=True)
+def _print(patch_id: str, mode: str, seen: dict[str, Any]) -> None:
+    print("\n" + json.dumps({"id": patch_id, "mode": mode, **seen}), flush=True)
 
 
 if __name__ == "__main__":

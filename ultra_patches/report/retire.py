@@ -28,11 +28,11 @@ _PACKAGE = "ultra_patches.patches"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One patch. `releases` were looked at; `with_or_after` are the patches that have to go first or at the same time.
+class Retirement:
+    """Whether one patch may go. `releases` are the supported ones, `with_or_after` the patches that must go before it or with it.
 
-    `tests` are files of the source checkout with the lines that name the patch; they are for reading, since a file may
-    cover other patches too. It is empty where the package does not run from a checkout.
+    `tests` are files of the source checkout with the lines that name the patch: to be read, since a file may cover other
+    patches too. It is empty where the package does not run from a checkout.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Dependent:
     why: str
 
 
-def retire(given: Sequence[str] = ()) -> list[Row]:
+def retire(given: Sequence[str] = ()) -> list[Retirement]:
     """Every patch of the overlay. `given` are specifiers such as `vllm>=0.26`; an upstream without one is measured whole.
 
     Raises UltraPatchesError for a specifier that means nothing.
@@ -124,8 +124,8 @@ def decide(
     lock: Lock,
     chosen: Mapping[str, tuple[str, ...]],
     needed_by: Mapping[str, Sequence[Dependent]],
-) -> list[Row]:
-    """Weigh each patch by itself, then keep those that a patch which stays cannot do without."""
+) -> list[Retirement]:
+    """Decide on each patch by its own verdicts, then keep those that a patch which stays depends on."""
     known = releases(lock)
     rows = {
         patch.id: _weigh(patch, lock.verdicts.get(patch.id, {}), known, chosen.get(patch.upstream, ()))
@@ -149,7 +149,7 @@ def decide(
 
 def _weigh(
     patch: Patch, verdicts: Mapping[str, str], known: Mapping[str, tuple[str, ...]], looked_at: tuple[str, ...]
-) -> Row:
+) -> Retirement:
     """By its own verdicts alone."""
     name, order = patch.upstream, known.get(patch.upstream, ())
     affected = tuple(r for r in looked_at if verdicts.get(r) == AFFECTED)
@@ -172,7 +172,7 @@ def _weigh(
             f"unaffected in {len(looked_at)} of {len(looked_at)} supported releases, {name} {_span(looked_at)} "
             f"(lock.json); first unaffected: {since}"
         )
-    return Row(patch.id, name, bool(looked_at) and not affected and not unknown, evidence, looked_at)
+    return Retirement(patch.id, name, bool(looked_at) and not affected and not unknown, evidence, looked_at)
 
 
 def unaffected_since(verdicts: Mapping[str, str], order: Sequence[str], last: int) -> str | None:
@@ -231,7 +231,7 @@ def _checkout() -> Path | None:
     return root if ours else None
 
 
-def _with_places(row: Row, module: str, root: Path | None) -> Row:
+def _with_places(row: Retirement, module: str, root: Path | None) -> Retirement:
     points = [p.name for p in metadata.entry_points(group=discover.GROUP) if p.module == f"{_PACKAGE}.{module}"]
     return replace(
         row,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 from collections import Counter
@@ -11,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ultra_patches.core.gate import BAD
 from ultra_patches.errors import UltraPatchesError
-from ultra_patches.run_dir.writer import _BAD, FORMAT, IN_FORCE, Process, process_of
+from ultra_patches.run_dir import record
+from ultra_patches.run_dir.record import IN_FORCE, Process
 
 #: What vLLM calls those of its processes that load plug-ins.
 _ROLES = re.compile(r"EngineCore|VllmWorker")
@@ -20,8 +20,8 @@ HEADINGS = ("host", "pid", "rank", "role", "imported", "digest", "patches")
 
 
 @dataclass(frozen=True)
-class Report:
-    """A folder as it was read. `broken` has a line a file, `groups` the processes by upstream and digest."""
+class RunFolder:
+    """The files of one run: `broken` has a line for each that cannot be read, `groups` the processes by upstream and digest."""
 
     processes: tuple[Process, ...]
     broken: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Report:
         return found
 
 
-def read(folder: str | os.PathLike[str]) -> Report:
+def read(folder: str | os.PathLike[str]) -> RunFolder:
     """Read every file of a run. Raises UltraPatchesError where there is none, or one of another format."""
     try:
         names = sorted(
@@ -48,41 +48,24 @@ def read(folder: str | os.PathLike[str]) -> Report:
         raise UltraPatchesError(f"{os.fspath(folder)} cannot be read: {error.strerror}") from error
     processes, broken = [], []
     for name in names:
-        path = Path(folder, name)
         try:
-            data = json.loads(_bytes(path))
-            if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
-                by = f"ultra-patches {data.get('overlay')}"
-                raise UltraPatchesError(
-                    f"{path} has format {data['format']!r}, not {FORMAT}: read it with {by}, which wrote it"
-                )
-            processes.append(process_of(name, data))
+            processes.append(record.read(Path(folder, name)))
         except FileNotFoundError:  # deleted since it was listed
             continue
         except OSError as error:
             broken.append(f"{name} cannot be read: {error.strerror}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except ValueError:
             broken.append(f"{name} is no whole file of ultra-patches")
     if not processes and not broken:
         raise UltraPatchesError(
             f"no process wrote to {os.fspath(folder)}: set ULTRA_PATCHES_RUN_DIR to it on every host"
         )
-    return Report(tuple(sorted(processes, key=lambda p: (p.host, p.pid, p.file))), tuple(broken))
+    return RunFolder(tuple(sorted(processes, key=lambda p: (p.host, p.pid, p.file))), tuple(broken))
 
 
-def _bytes(path: Path) -> bytes:
-    for _ in range(3):
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # on NFS: replaced by another host while it was open here
-                raise
-    return path.read_bytes()
-
-
-def _users(report: Report) -> dict[str, list[Process]]:
-    names = sorted({name for process in report.processes for name in process.imported})
-    return {name: [process for process in report.processes if name in process.imported] for name in names}
+def _users(run: RunFolder) -> dict[str, list[Process]]:
+    names = sorted({name for process in run.processes for name in process.imported})
+    return {name: [process for process in run.processes if name in process.imported] for name in names}
 
 
 def _usual(words: Iterable[str]) -> tuple[str, int]:
@@ -93,16 +76,16 @@ def _usual(words: Iterable[str]) -> tuple[str, int]:
 
 
 def _usual_kinds(upstream: str, users: Sequence[Process]) -> dict[str, str]:
-    """What became of each patch in most processes that declare it and have come so far."""
+    """The state of each patch in most of the processes that declare it and have imported its target."""
     ids = sorted({name for user in users for name, (of, _, _) in user.patches.items() if of == upstream})
     settled = {name: [u.kind(name) for u in users if u.kind(name) not in ("armed", "not declared")] for name in ids}
     return {name: _usual(kinds)[0] if kinds else IN_FORCE for name, kinds in settled.items()}
 
 
-def differences(report: Report) -> list[str]:
-    """A line for each process that imported an upstream and has not what most of the others have."""
+def differences(run: RunFolder) -> list[str]:
+    """One line for each way in which a process that imported an upstream is not like most of the others."""
     lines: dict[str, None] = {}
-    for upstream, users in _users(report).items():
+    for upstream, users in _users(run).items():
         version, of_version = _usual(str(user.imported[upstream]) for user in users)
         overlay, of_overlay = _usual(user.overlay for user in users)
         kinds = {
@@ -126,19 +109,19 @@ def differences(report: Report) -> list[str]:
     return list(lines)
 
 
-def silent(report: Report) -> list[str]:
-    """A line for each process of vLLM, and each rank of a launcher, that must have been there and left no file."""
+def silent(run: RunFolder) -> list[str]:
+    """One line for each process of vLLM, and for the ranks of each launcher, that must have run and left no file."""
     lines = []
-    here = {(process.host, process.pid) for process in report.processes}
-    for process in report.processes:
+    here = {(process.host, process.pid) for process in run.processes}
+    for process in run.processes:
         for pid, name in process.children:
             if _ROLES.match(name) and (process.host, pid) not in here:
                 lines.append(
-                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it has not "
-                    "the overlay, or died before it could say so; look at VLLM_PLUGINS with `ultra-patches doctor`"
+                    f"{process.host} pid {pid} ({name}), started by pid {process.pid} ({process.role}), left no file: it does not "
+                    "have the overlay, or died before it wrote one; check VLLM_PLUGINS with `ultra-patches doctor`"
                 )
     worlds: dict[tuple[str, int], set[int]] = {}
-    for process in report.processes:
+    for process in run.processes:
         if process.launched is not None:
             rank, world, at = process.launched
             worlds.setdefault((at, world), set()).add(rank)
@@ -147,33 +130,33 @@ def silent(report: Report) -> list[str]:
         if missing:
             listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             lines.append(
-                f"rank {listed} of {world} at {at} left no file: without the overlay, or started before "
-                "ULTRA_PATCHES_RUN_DIR was set; `import ultra_patches` must come first in every rank"
+                f"rank {listed} of {world} at {at} left no file: no overlay there, or started before "
+                "ULTRA_PATCHES_RUN_DIR was set; put `import ultra_patches` first in every rank"
             )
     return lines
 
 
-def problems(report: Report) -> list[str]:
-    """Everything that fails a run: differences, corrections that are nowhere in force, silent processes, broken files."""
+def problems(run: RunFolder) -> list[str]:
+    """Every line for which `status --run-dir` fails: differences, bad states, processes without a file, broken files."""
     lacking: dict[str, list[str]] = {}
-    for user in report.processes:
+    for user in run.processes:
         for patch_id, (upstream, state, reason) in user.patches.items():
-            if upstream in user.imported and state in _BAD:
+            if upstream in user.imported and state in BAD:
                 lacking.setdefault(f"{patch_id} {state} ({reason})", []).append(user.name)
     several = [f"{what} in {len(names)} processes, first {names[0]}" for what, names in sorted(lacking.items())]
-    return [*differences(report), *several, *silent(report), *report.broken]
+    return [*differences(run), *several, *silent(run), *run.broken]
 
 
-def table(report: Report) -> list[tuple[str, ...]]:
+def table(run: RunFolder) -> list[tuple[str, ...]]:
     """One row of texts a process, under HEADINGS."""
     digests = {
         (user.file, name): digest
-        for name, group in report.groups.items()
+        for name, group in run.groups.items()
         for digest, users in group.items()
         for user in users
     }
     rows: list[tuple[str, ...]] = []
-    for process in report.processes:
+    for process in run.processes:
         counts = Counter(map(process.kind, process.patches))
         patches = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         imported = ", ".join(f"{name} {version or '?'}" for name, version in process.imported.items()) or "-"

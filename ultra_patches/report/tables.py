@@ -10,14 +10,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ultra_patches.core import lock
 from ultra_patches.core.gate import State
 from ultra_patches.core.ledger import PatchStatus
 from ultra_patches.patch import Patch
-from ultra_patches.proving.verify import FAILURES, Row
+from ultra_patches.proving.verify import FAILURES, Proof, Run
 from ultra_patches.report import run_dir as run_report
-from ultra_patches.report.doctor import Finding
-from ultra_patches.report.retire import Row as Retirement
-from ultra_patches.report.run_dir import Report
+from ultra_patches.report.doctor import Diagnosis
+from ultra_patches.report.retire import Retirement
+from ultra_patches.report.run_dir import RunFolder
+from ultra_patches.report.spans import spans
 
 _COLOURS = {
     "applied": "green",
@@ -57,7 +59,7 @@ def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> 
         console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")
 
 
-def run_dir(report: Report) -> None:
+def run_dir(report: RunFolder) -> None:
     """One row for each process of a run."""
     console = _console()
     table = Table(box=None, pad_edge=False)
@@ -69,27 +71,32 @@ def run_dir(report: Report) -> None:
 
 
 def verify(
-    patches: Sequence[Patch], run: Callable[[Iterable[Patch], Callable[[str], None]], Iterator[Row]]
-) -> list[Row]:
+    patches: Sequence[Patch], run: Callable[[Iterable[Patch], Callable[[str], None]], Iterator[Proof]]
+) -> list[Proof]:
     """The table of `verify`, with a line that says what runs while it does."""
     console = _console()
-    rows: list[Row] = []
+    rows: list[Proof] = []
     with console.status("starting") as spinner:
         for row in run(patches, lambda text: spinner.update(f"{len(rows) + 1}/{len(patches)} {text}")):
             rows.append(row)
+    # Without `--alone` every row has three runs, but for those of an upstream that is not installed.
+    modes = ("without", "alone", "together") if any(row.together for row in rows) else ("without", "alone")
     table = Table(box=None, pad_edge=False)
-    for heading in ("patch", "installed", "without", "with", "verdict", "seen without / note"):
+    for heading in ("patch", "installed", *modes, "verdict", "seen without / note"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("patch", "verdict"))
     for row in rows:
-        without = row.without.verdict if row.without else "-"
-        with_patch = "-" if row.with_patch is None else row.with_patch.verdict
-        if (without, with_patch) == ("defect", "clean"):
-            with_patch = "gone"
         note = row.note or (row.without.detail if row.without else "")
         installed = f"{row.upstream} {row.version}" if row.version else "-"
-        table.add_row(row.id, installed, without, with_patch, _coloured(row.verdict), escape(note))
+        seen = [_seen(row.without, getattr(row, mode)) for mode in modes]
+        table.add_row(row.id, installed, *seen, _coloured(row.verdict), escape(note))
     console.print(table)
     return rows
+
+
+def _seen(without: Run | None, run: Run | None) -> str:
+    if without is None or run is None:
+        return "-"
+    return "gone" if (without.verdict, run.verdict) == ("defect", "clean") else run.verdict
 
 
 def retire(rows: Sequence[Retirement]) -> None:
@@ -107,7 +114,7 @@ def retire(rows: Sequence[Retirement]) -> None:
             console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
 
 
-def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> None:
+def doctor(findings: Sequence[Diagnosis], upstreams: Sequence[dict[str, Any]]) -> None:
     """Each finding in full, or one line where there is none."""
     console = _console()
     for finding in findings:
@@ -124,6 +131,14 @@ def doctor(findings: Sequence[Finding], upstreams: Sequence[dict[str, Any]]) -> 
         console.print(Text(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
 
 
+def affected(patch: Patch) -> str:
+    """The affected releases as they were measured, else as they are declared."""
+    known = lock.load()
+    return (
+        spans(known.measured(patch.id), known.affected(patch.id)) or patch.affected or "in no release that was measured"
+    )
+
+
 def explain(patch: Patch) -> None:
     """One patch in full."""
     console = _console()
@@ -136,9 +151,10 @@ def explain(patch: Patch) -> None:
         ("title", patch.title),
         ("defect", patch.description),
         ("hits", patch.who),
-        ("affected", f"{patch.upstream} {patch.affected}"),
-        ("fixed in", patch.fixed_in or "no release yet"),
+        ("affected", f"{patch.upstream} {affected(patch)}"),
+        ("fixed in", patch.fixed_in or lock.load().fixed_in(patch.id) or "no release yet"),
         ("report", patch.bug),
+        *([("to file", f"{patch.report}, in the repository of {patch.origin}")] if patch.report else []),
         ("upstream", f"{patch.upstream_pr} ({patch.pr_state})"),
         ("replaces", replaced),
         ("needs", ", ".join(patch.requires) or "nothing else"),
@@ -148,8 +164,4 @@ def explain(patch: Patch) -> None:
         ("from", patch.origin),
     ):
         grid.add_row(name, escape(value))
-    if patch.report is not None:
-        report = patch.report
-        told = f"{report.title}\n\n{report.reproduction}\nExpected: {report.expected}.\n{report.change}"
-        grid.add_row("to file", escape(told))
     console.print(grid)

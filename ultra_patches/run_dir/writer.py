@@ -1,4 +1,4 @@
-"""One JSON file a process under `ULTRA_PATCHES_RUN_DIR`, and what a person reads out of the folder afterwards.
+"""Keeps the file of this process under `ULTRA_PATCHES_RUN_DIR`, one JSON file a process.
 
 Made for a shared file system and processes that die at any time: a process writes its own file only, whole under a name
 that readers ignore, and renames it. There is no lock and nothing to clean up. Imported only where the variable is set.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -17,20 +16,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultra_patches.core.facts import UPSTREAMS
 from ultra_patches.run_dir import children
+from ultra_patches.run_dir.record import FORMAT, process_of
 
 if TYPE_CHECKING:
     from ultra_patches.core.ledger import PatchStatus
-
-FORMAT = 1
-IN_FORCE = "in force"
-_BAD = ("drifted", "conflict", "failed")  # as gate.BAD
 
 _started: dict[int, int] = {}
 _count = itertools.count()
@@ -193,67 +188,3 @@ class Writer:
         # Imports nothing and asks for no status: a thread of the parent may have held the lock of a module at the fork.
         if not self._stopped:
             write(self._folder, self._last, self._host)
-
-
-@dataclass(frozen=True)
-class Process:
-    """What one process wrote. `patches` holds (upstream, state, reason), `imported` the versions of what is loaded."""
-
-    file: str
-    host: str
-    pid: int
-    ppid: int
-    rank: int | None
-    role: str
-    python: str
-    overlay: str
-    time: str
-    imported: Mapping[str, str | None]
-    installed: Mapping[str, str | None]
-    patches: Mapping[str, tuple[str, str, str]]
-    #: The pid and the name of each process that it started through multiprocessing.
-    children: tuple[tuple[int, str], ...] = ()
-    #: Rank, world size and rendezvous that its launcher gave it.
-    launched: tuple[int, int, str] | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.host} pid {self.pid} rank {'-' if self.rank is None else self.rank} ({self.role})"
-
-    def kind(self, patch_id: str) -> str:
-        """The state as far as it matters to others; `armed` fits whatever became of the patch elsewhere."""
-        state = self.patches[patch_id][1] if patch_id in self.patches else "not declared"
-        return IN_FORCE if state in ("applied", "applied-late") else state
-
-    def digest(self, upstream: str, usual: Mapping[str, str]) -> str:
-        """The same for the same release, overlay and patches. What is armed counts as `usual`, else as in force."""
-        ids = sorted(name for name, (of, _, _) in self.patches.items() if of == upstream)
-        kinds = [(name, usual.get(name, IN_FORCE) if self.kind(name) == "armed" else self.kind(name)) for name in ids]
-        text = json.dumps([upstream, self.imported.get(upstream), self.overlay, kinds])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def process_of(name: str, data: Mapping[str, Any]) -> Process:
-    installed = {str(key): value["version"] for key, value in data["upstreams"].items()}
-    imported = {key: version for key, version in installed.items() if data["upstreams"][key]["imported"]}
-    patches = {
-        str(key): (str(value["upstream"]), str(value["state"]), str(value["reason"]))
-        for key, value in data["patches"].items()
-    }
-    given = data.get("launched")
-    return Process(
-        file=name,
-        host=str(data["host"]),
-        pid=int(data["pid"]),
-        ppid=int(data["ppid"]),
-        rank=None if data["rank"] is None else int(data["rank"]),
-        role=str(data["role"]),
-        python=str(data["python"]),
-        overlay=str(data["overlay"]),
-        time=str(data["time"]),
-        imported=imported,
-        installed=installed,
-        patches=patches,
-        children=tuple((int(child["pid"]), str(child["name"])) for child in data.get("children", ())),
-        launched=(int(given["rank"]), int(given["world"]), str(given["at"])) if given else None,
-    )

@@ -20,12 +20,12 @@ from ultra_patches.core.facts import UPSTREAMS, locate
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
 from ultra_patches.report.doctor import caches, checks, facts
-from ultra_patches.report.doctor.finding import Finding
+from ultra_patches.report.doctor.diagnosis import Diagnosis
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Diagnosis", "examine"]
 
 
-def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) -> list[Finding]:
+def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) -> list[Diagnosis]:
     """Every finding of this process, problems first; with `imports` also those of fresh processes that import the targets."""
     env = os.environ if environ is None else environ
     upstreams = [upstream for name in UPSTREAMS if (upstream := locate(name))]
@@ -34,7 +34,7 @@ def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) 
     points = facts.entry_points()
     package = Path(__file__).parents[2]
     own = [m.name for m in pkgutil.iter_modules([str(package / "patches")]) if not m.name.startswith("_")]
-    found: list[Iterable[Finding]] = [checks.check_settings(chosen, entries, patches()[1])]
+    found: list[Iterable[Diagnosis]] = [checks.check_settings(chosen, entries, patches()[1])]
     if chosen.run_dir and chosen.run_dir.startswith("/"):
         found.append(checks.check_run_dir(chosen.run_dir, *facts.refused(chosen.run_dir)))
     found.append(checks.check_entry_points(facts.installed("ultra-patches"), points, own, package, vllm))
@@ -56,7 +56,7 @@ def examine(environ: Mapping[str, str] | None = None, *, imports: bool = False) 
     )
     for name in sorted({entries[one].patch.upstream for one in needed}):
         found.append(checks.check_process(facts.fresh_process(name), f"a fresh process that imports {name}"))
-    once: dict[tuple[str, str], Finding] = {}
+    once: dict[tuple[str, str], Diagnosis] = {}
     for finding in chain.from_iterable(found):
         once.setdefault((finding.check, finding.what), finding)
     return sorted(once.values(), key=lambda finding: finding.severity != "problem")

@@ -10,7 +10,7 @@ from ultra_patches.core.evidence import decisions
 from ultra_patches.core.gate import Action
 from ultra_patches.core.ledger import entries
 from ultra_patches.core.settings import Settings
-from ultra_patches.report.doctor.finding import Finding
+from ultra_patches.report.doctor.diagnosis import Diagnosis
 
 
 def root_of(environ: Mapping[str, str]) -> Path:
@@ -30,7 +30,7 @@ def salts(chosen: Settings) -> frozenset[str]:
     return frozenset(patch_id for patch_id in salted if decided[patch_id].action is not Action.NOTHING)
 
 
-def check_caches(root: Path, expected: frozenset[str]) -> Iterator[Finding]:
+def check_caches(root: Path, expected: frozenset[str]) -> Iterator[Diagnosis]:
     """A cache of another patch set is not used, because the set is part of its key; it takes room and explains a recompilation."""
     others: dict[Path, frozenset[str]] = {p: made for p, made in compile_salt.caches(root) if made != expected}
     if not others:
@@ -39,4 +39,4 @@ def check_caches(root: Path, expected: frozenset[str]) -> Iterator[Finding]:
     what = f"{len(others)} compile caches made with {' or with '.join(sorted(sets))}; here it is {', '.join(sorted(expected)) or 'no patch'}"
     means = "they are not used here; one that is named by hand in compilation_config.cache_dir would be"
     do = f"rm -r {next(iter(others)) if len(others) == 1 else root / 'torch_compile_cache'} frees the space"
-    yield Finding("compile caches", "note", what, str(root / "torch_compile_cache"), means, do)
+    yield Diagnosis("compile caches", "note", what, str(root / "torch_compile_cache"), means, do)

@@ -16,8 +16,8 @@ from pathlib import Path
 from ultra_patches.core import facts, settings
 from ultra_patches.core.discover import GROUP
 from ultra_patches.core.gate import BAD, State
-from ultra_patches.report.doctor.facts import Installed, Point, Process
-from ultra_patches.report.doctor.finding import Finding
+from ultra_patches.report.doctor.diagnosis import Diagnosis
+from ultra_patches.report.doctor.facts import Installed, Point, ProcessState
 
 PLUGIN = "ultra_patches"
 _UNPATCHED = "vLLM's API server, EngineCore and workers start without the patches"
@@ -30,7 +30,7 @@ _PREFIXES, _NAMES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "VLLM_RAY_EXTRA_E
 _ENVIRONMENT = "environment of this process"
 
 
-def check_plugins(value: str | None, known: Collection[str]) -> Iterator[Finding]:
+def check_plugins(value: str | None, known: Collection[str]) -> Iterator[Diagnosis]:
     """`VLLM_PLUGINS` as vLLM reads it: unset loads every plugin, else each text between commas is a name, blanks included."""
     if value is None:
         return
@@ -43,12 +43,12 @@ def check_plugins(value: str | None, known: Collection[str]) -> Iterator[Finding
         kept = [name for word in words if (name := word if word in names else meant.get(word))]
         fixed = _typed(",".join(dict.fromkeys([*kept, PLUGIN])))
         what = f"VLLM_PLUGINS={value!r} {why}"
-        yield Finding("plugins", "problem", what, _ENVIRONMENT, _UNPATCHED, f"export VLLM_PLUGINS={fixed}")
+        yield Diagnosis("plugins", "problem", what, _ENVIRONMENT, _UNPATCHED, f"export VLLM_PLUGINS={fixed}")
     for word, name in meant.items():
         if name != PLUGIN or PLUGIN in words:
             what = f"VLLM_PLUGINS names {word!r}, which no installed plugin is called{_blanks(word)}"
             do = f"write {name}" if name else "take it out, or install what brings it"
-            yield Finding("plugins", "note", what, _ENVIRONMENT, "vLLM passes over it in silence", do)
+            yield Diagnosis("plugins", "note", what, _ENVIRONMENT, "vLLM passes over it in silence", do)
 
 
 def _typed(text: str) -> str:
@@ -65,9 +65,9 @@ def _blanks(word: str) -> str:
 
 def check_entry_points(
     found: Sequence[Installed], visible: Collection[Point], own: Collection[str], package: Path, vllm: bool
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Whether others find the overlay: `visible` are the entry points that importlib.metadata gives, `own` our patches."""
-    say = partial(Finding, "entry points")
+    say = partial(Diagnosis, "entry points")
     if not found:
         means = "vLLM and pytest find it by its metadata only, so they do not load it; `import ultra_patches` works"
         what, do = "ultra_patches can be imported, but is not installed", f"pip install {_source(package)}"
@@ -101,9 +101,11 @@ def _source(package: Path) -> str:
     return "the wheel or checkout that it came from" if installed else f"-e {package.parent}"
 
 
-def check_upstream(upstream: facts.Upstream, claims: Sequence[Installed], copies: Sequence[Path]) -> Iterator[Finding]:
+def check_upstream(
+    upstream: facts.Upstream, claims: Sequence[Installed], copies: Sequence[Path]
+) -> Iterator[Diagnosis]:
     """Whether what is imported is what the metadata speaks of; `copies` are shadowed ones further down the path."""
-    say = partial(Finding, "upstreams")
+    say = partial(Diagnosis, "upstreams")
     package, where = upstream.package, ", ".join(map(str, (upstream.root, *copies)))
     names, homes = dict.fromkeys(claim.name for claim in claims), {claim.home.resolve() for claim in claims}
     means = "a process with another path imports another copy, and may need other patches"
@@ -126,7 +128,7 @@ def check_upstream(upstream: facts.Upstream, claims: Sequence[Installed], copies
         yield say("note", f"{package} is on the path {1 + len(copies)} times; the first is imported", where, means, do)
 
 
-def check_version(upstream: facts.Upstream, releases: Collection[str]) -> Iterator[Finding]:
+def check_version(upstream: facts.Upstream, releases: Collection[str]) -> Iterator[Diagnosis]:
     """Whether this release was measured. Patches are decided by the source, so that this alone is no problem."""
     from packaging.version import InvalidVersion, Version
 
@@ -144,38 +146,40 @@ def check_version(upstream: facts.Upstream, releases: Collection[str]) -> Iterat
         )
     except InvalidVersion:
         what = f"{said} is no version" if upstream.version else f"{upstream.name} states no version"
-    means = "functions as in a measured release are decided by it, changed ones by a probe"
-    yield Finding("upstreams", "note", what, str(upstream.root), means, "ultra-patches verify")
+    means = "a function that has the source of a measured release gets its verdict, a changed one is probed"
+    yield Diagnosis("upstreams", "note", what, str(upstream.root), means, "ultra-patches verify")
 
 
-def check_record(upstream: facts.Upstream, rewritten: Mapping[Path, Sequence[str]]) -> Iterator[Finding]:
+def check_record(upstream: facts.Upstream, rewritten: Mapping[Path, Sequence[str]]) -> Iterator[Diagnosis]:
     """`rewritten` holds the functions of ours in each file that is not as RECORD says."""
     for path, names in rewritten.items():
         what = f"{path.name} of {upstream.distribution} was rewritten after installation; it holds {', '.join(names)}"
-        means = "another host may have other code; a changed function is decided by a probe, not by its release"
+        means = "other hosts may have the original code; a function that was changed is probed"
         do = f"ultra-patches verify, or pip install --force-reinstall --no-deps {upstream.distribution}=={upstream.metadata_version}"
-        yield Finding("upstreams", "note", what, str(path), means, do)
+        yield Diagnosis("upstreams", "note", what, str(path), means, do)
 
 
-def check_settings(chosen: settings.Settings, ids: Collection[str], unread: Sequence[str] = ()) -> Iterator[Finding]:
+def check_settings(chosen: settings.Settings, ids: Collection[str], unread: Sequence[str] = ()) -> Iterator[Diagnosis]:
     """What the user has set; `unread` are the declarations of patches that cannot be read."""
     for text in unread:
-        yield Finding("entry points", "problem", text, "installed metadata", "that patch is not set", "pip check")
+        yield Diagnosis("entry points", "problem", text, "installed metadata", "that patch is not set", "pip check")
     for text in chosen.complaints:
         means = "what you meant is not in force, and with ULTRA_PATCHES=strict the import of ultra_patches is an error"
         name = "".join(re.findall("^[A-Z_]+", text))
-        yield Finding("settings", "problem", text, _ENVIRONMENT, means, f"correct {name}, or unset {name}")
+        yield Diagnosis("settings", "problem", text, _ENVIRONMENT, means, f"correct {name}, or unset {name}")
     excluded: dict[str, list[str]] = {}
     for patch_id in sorted(ids):
         excluded.setdefault(chosen.excludes(patch_id) or "", []).append(patch_id)
     for why, names in excluded.items():
         if why:
-            means = "not set in any process that has this, also where the installed code needs it"
+            means = (
+                "these patches are not set in a process with this variable, even where the installed code needs them"
+            )
             do = f"unset {why.split()[-1].partition('=')[0]}"
-            yield Finding("settings", "note", f"{why}: {', '.join(names)}", _ENVIRONMENT, means, do)
+            yield Diagnosis("settings", "note", f"{why}: {', '.join(names)}", _ENVIRONMENT, means, do)
 
 
-def check_run_dir(folder: str, exists: bool, failure: str | None) -> Iterator[Finding]:
+def check_run_dir(folder: str, exists: bool, failure: str | None) -> Iterator[Diagnosis]:
     """`failure` is why a file cannot be made there, None where it can."""
     if failure is None and exists:
         return
@@ -183,15 +187,15 @@ def check_run_dir(folder: str, exists: bool, failure: str | None) -> Iterator[Fi
         f"cannot be written ({failure})" if failure else "does not exist yet"
     )
     means = (
-        "no process can tell what it has"
+        "no process can write down which patches it has"
         if failure
-        else "the first process makes it, each host its own unless it is shared"
+        else "the first process makes it; each host has its own unless it lies on a shared file system"
     )
     do = "name a folder that every process may write" if failure else f"mkdir -p {_typed(folder)}"
-    yield Finding("settings", "problem" if failure else "note", what, _ENVIRONMENT, means, do)
+    yield Diagnosis("settings", "problem" if failure else "note", what, _ENVIRONMENT, means, do)
 
 
-def check_ray(environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_ray(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     """vLLM copies variables to the Ray workers that it starts by prefix and by name."""
     prefixes, names = ([w.strip() for w in environ.get(v, "").split(",") if w.strip()] for v in (_PREFIXES, _NAMES))
     ours = [name for name in sorted(environ) if name.startswith("ULTRA_PATCHES") and environ[name]]
@@ -200,10 +204,10 @@ def check_ray(environ: Mapping[str, str]) -> Iterator[Finding]:
         fixed = _typed(",".join(dict.fromkeys([*prefixes, "ULTRA_PATCHES"])))
         what = f"{', '.join(left)} set, but {_PREFIXES} lacks ULTRA_PATCHES"
         do = f"export {_PREFIXES}={fixed}, or ray.init(runtime_env=ultra_patches.entrypoints.ray.runtime_env())"
-        yield Finding("ray", "note", what, _ENVIRONMENT, "where vLLM runs on Ray, its workers do not get it", do)
+        yield Diagnosis("ray", "note", what, _ENVIRONMENT, "where vLLM runs on Ray, its workers do not get it", do)
 
 
-def check_model_runner(value: str | None, modules: Collection[str]) -> Iterator[Finding]:
+def check_model_runner(value: str | None, modules: Collection[str]) -> Iterator[Diagnosis]:
     """Which runner is active is known in an engine only; `modules` hold the functions that patches replace."""
     if value is None:
         return
@@ -211,15 +215,15 @@ def check_model_runner(value: str | None, modules: Collection[str]) -> Iterator[
     means = (
         f"{', '.join(inside)} may be code of the other runner"
         if inside
-        else "nothing that we replace lies in a runner, so it is set with either"
+        else "none of the functions that we replace lies in a runner, so either runner gets the patches"
     )
     do = "ultra-patches status --run-dir DIR after a run: what each worker has"
-    yield Finding("model runner", "note", f"VLLM_USE_V2_MODEL_RUNNER={value!r}", _ENVIRONMENT, means, do)
+    yield Diagnosis("model runner", "note", f"VLLM_USE_V2_MODEL_RUNNER={value!r}", _ENVIRONMENT, means, do)
 
 
-def check_process(process: Process, where: str) -> Iterator[Finding]:
+def check_process(process: ProcessState, where: str) -> Iterator[Diagnosis]:
     """What became of the patches in one process."""
-    say = partial(Finding, "process")
+    say = partial(Diagnosis, "process")
     for row in process.rows:
         explain = f"ultra-patches explain {row.id}"
         if row.state in BAD:
@@ -227,17 +231,19 @@ def check_process(process: Process, where: str) -> Iterator[Finding]:
             yield say("problem", f"{row.id} is {row.state.value}: {row.reason}", where, means, explain)
         elif row.state is State.APPLIED_LATE:
             what = f"{row.id} was set after {row.upstream} had been imported, {row.rebound} references rebound"
-            means = (
-                "the patch is in force, but what was kept in an object or a closure by then is still the old function"
-            )
+            means = "the patch is in force, but objects and closures that were made before still hold the old function"
             yield say("note", what, where, means, "import ultra_patches before the upstream")
         elif row.id in process.unfired:
             what = f"{row.id} is not set although {', '.join(row.targets)} is imported"
-            means = "the import went past our hook: another import hook comes first, or sys.meta_path was replaced"
-            yield say("problem", what, where, means, "import ultra_patches last of what changes sys.meta_path")
+            means = (
+                "the import did not go through our hook: another import hook comes first, or sys.meta_path was replaced"
+            )
+            yield say(
+                "problem", what, where, means, "import ultra_patches after everything else that changes sys.meta_path"
+            )
     for text in process.foreign:
-        means = "no patch of ours is to be set there, so it stays; what was decided by the file is not what runs"
+        means = "we replace nothing there, so it stays; but whether a patch is needed was decided by the file, which is not what runs"
         yield say("note", f"replaced by someone else: {text}", where, means, "remove it unless you want it")
     for module, text in process.failed.items():
-        means = "what is replaced in it could not be looked at"
+        means = "whether its functions can be replaced could not be seen"
         yield say("note", f"{module} cannot be imported: {text}", where, means, f"python -c 'import {module}'")

@@ -43,13 +43,13 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessState:
     """What became of the patches in one process. `failed` has a text for each module that cannot be imported there."""
 
     rows: tuple[PatchStatus, ...]
-    #: Patches whose modules have all been executed, and that were not told.
+    #: Patches whose modules have all been imported without our hook being called.
     unfired: tuple[str, ...] = ()
-    #: Targets that stand as someone else has set them, where no patch of ours is to be set.
+    #: Targets that someone else has replaced, and that no patch of ours is to replace here.
     foreign: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ def rewritten(upstream: facts.Upstream) -> dict[Path, list[str]]:
         for d in metadata.distributions(name=upstream.distribution or upstream.name)
         if Path(str(d.locate_file(""))).resolve() == top.resolve()
     )
-    # Not `files`, which asks the disk for each of thousands.
+    # Not `distribution.files`, which stats each of thousands.
     lines = csv.reader(
         ((distribution.read_text("RECORD") if (distribution := next(beside, None)) else "") or "").splitlines()
     )
@@ -126,20 +126,20 @@ def _record_digest(path: Path) -> str:
 
 
 def refused(folder: str) -> tuple[bool, str | None]:
-    """Whether a folder exists, and why no file can be made in it, or above it where it does not, None where one can."""
+    """Whether a folder exists, and why no file can be made in it (or in the first folder above it that exists); None where one can."""
     try:
         path = Path(folder)
         there = path.exists()
         while not path.exists():
             path = path.parent
-        # Asked by trying: a mode says little about a network file system.
+        # By trying: the mode bits say little about a network file system.
         with tempfile.TemporaryFile(dir=path):
             return there, None
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         return False, (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def process() -> Process:
+def process() -> ProcessState:
     """What became of the patches in this process, and who else has set what they would replace."""
     rows = tuple(overlay.status())
     decided = decisions(settings.read(entries), [row.id for row in rows if row.state is State.ARMED])
@@ -153,11 +153,11 @@ def process() -> Process:
             unfired.append(row.id)
     told = {key for row in rows if row.state in BAD for key in row.targets}
     foreign = dict.fromkeys(text for row in rows for text in _foreign(row, told))
-    return Process(rows, tuple(unfired), tuple(foreign))
+    return ProcessState(rows, tuple(unfired), tuple(foreign))
 
 
 def _foreign(row: PatchStatus, told: Collection[str]) -> list[str]:
-    """What stands in place of the targets of a patch that is not set; of one that is to be set, the state has `told`."""
+    """What someone else has set in place of the targets of a patch that is not to be set; `told` are targets whose state says it."""
     if row.state in (State.APPLIED, State.APPLIED_LATE) or row.state in BAD:
         return []
     patch = entries[row.id].patch
@@ -177,9 +177,9 @@ def _foreign(row: PatchStatus, told: Collection[str]) -> list[str]:
     return said
 
 
-def fresh_process(upstream: str, timeout: float = 300) -> Process:
-    """The same of a new interpreter that has imported what the needed patches of an upstream replace."""
-    mode = "off" if settings.read(entries).mode == "off" else "warn"  # in strict mode it would end before it tells
+def fresh_process(upstream: str, timeout: float = 300) -> ProcessState:
+    """The same for a fresh interpreter that has imported the targets of the patches that an upstream needs."""
+    mode = "off" if settings.read(entries).mode == "off" else "warn"  # strict would end the process before it prints
     env = {**os.environ, "ULTRA_PATCHES": mode}
     env.pop("ULTRA_PATCHES_RUN_DIR", None)  # it is no process of the run
     command = [sys.executable, "-W", "ignore", "-m", "ultra_patches.report.doctor.facts", upstream]
@@ -187,14 +187,14 @@ def fresh_process(upstream: str, timeout: float = 300) -> Process:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
         data = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return Process((), failed={upstream: f"no answer within {timeout:.0f} s"})
+        return ProcessState((), failed={upstream: f"no answer within {timeout:.0f} s"})
     except (IndexError, ValueError):
         tail = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
-        return Process((), failed={upstream: f"the process ended with {done.returncode}: {tail}"})
+        return ProcessState((), failed={upstream: f"the process ended with {done.returncode}: {tail}"})
     rows = (
         PatchStatus(**{**row, "state": State(row["state"]), "targets": tuple(row["targets"])}) for row in data["rows"]
     )
-    return Process(tuple(rows), tuple(data["unfired"]), tuple(data["foreign"]), data["failed"])
+    return ProcessState(tuple(rows), tuple(data["unfired"]), tuple(data["foreign"]), data["failed"])
 
 
 def main(upstream: str) -> int:

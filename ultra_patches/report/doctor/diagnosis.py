@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What was found and where, what it means, and what to type next. A `problem` keeps a patch from a process."""
 
     check: str

@@ -257,4 +257,4 @@ def test_the_model_runner_is_told_from_our_targets(vllm: Site) -> None:
     (inside,) = doctor.check_model_runner("1", {"vllm.v1.worker.gpu_model_runner", "vllm.meta"})
     (outside,) = doctor.check_model_runner("1", {"vllm.meta"})
     assert "vllm.v1.worker.gpu_model_runner may be code of the other runner" in inside.means
-    assert "set with either" in outside.means
+    assert "either runner gets the patches" in outside.means

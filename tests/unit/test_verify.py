@@ -134,13 +134,13 @@ def test_a_patch_that_does_not_correct_fails(vllm: Site) -> None:
     assert (code, row["verdict"]) == (1, "NOT CORRECTED")
 
 
-def test_a_probe_that_dies_is_inconclusive_and_says_how(vllm: Site) -> None:
-    vllm.declare(
-        "import os\n\ntoy = declare('toy', (META, 'f'), probe=lambda: os._exit(7))\nknown('affected', toy)", "toy"
-    )
+@pytest.mark.parametrize("status", [7, 0])
+def test_a_probe_that_dies_is_inconclusive_and_says_how(vllm: Site, status: int) -> None:
+    probe = f"probe=lambda: os._exit({status})"
+    vllm.declare(f"import os\n\ntoy = declare('toy', (META, 'f'), {probe})\nknown('affected', toy)", "toy")
     code, row = verify(vllm)
     assert (code, row["verdict"]) == (0, "inconclusive")
-    assert "the process ended with 7" in row["note"]
+    assert f"the process ended with {status}" in row["note"]
 
 
 def test_a_patch_is_verified_with_everything_that_it_needs(vllm: Site) -> None:

@@ -123,8 +123,8 @@ def _forked(patch_id: str, imported: Imported, in_force: Collection[str]) -> dic
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         answer.seek(0)
-        if code == 0:
-            seen: dict[str, Any] = json.loads(answer.read())
+        if code == 0 and (text := answer.read()):
+            seen: dict[str, Any] = json.loads(text)
             return seen
     ended = f"signal {-code}" if code < 0 else str(code)
     why = f"no answer within {LIMIT_S} s" if code == -signal.SIGALRM else f"the process ended with {ended}"

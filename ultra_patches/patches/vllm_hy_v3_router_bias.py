@@ -45,5 +45,4 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(_MODULE,),
-    over=("vllm-dots1-router-bias",),
 )

@@ -53,5 +53,4 @@ PATCH = Patch(
     ),
     probe=probe,
     probe_after=(_MODULE,),
-    over=("vllm-hy-v3-router-bias",),
 )

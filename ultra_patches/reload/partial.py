@@ -25,7 +25,7 @@ def is_complete(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) 
     """Whether every element that can be loaded was sent."""
     if info.load_numel < (info.load_numel_total or 0):
         return False
-    names = {name for name in layerwise.get_layer_tensors(layer) if name not in never_counted(layerwise)}
+    names = set(layerwise.get_layer_tensors(layer)).difference(never_counted(layerwise))
     return names <= {name for name, _ in info.loaded_weights}
 
 

@@ -547,7 +547,8 @@ def _copy(live: Any) -> Any:
 @contextlib.contextmanager
 def _live_in_place(layerwise: ModuleType, layer: Layer, state: LayerState) -> Iterator[None]:
     """Inside, the live parameters stand where upstream would copy what was staged, whose weights may not have come yet."""
-    late = {name: staged for name, staged in state.staged.items() if name in never_counted(layerwise)}
+    skipped = never_counted(layerwise)
+    late = {name: staged for name, staged in state.staged.items() if name in skipped}
     for name, staged in late.items():
         layer._parameters[name] = staged.live
     try:

@@ -6,7 +6,6 @@ Upstream: `vllm/model_executor/model_loader/reload/{layerwise,meta,types}.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -48,7 +47,7 @@ def is_waiting(info: LayerInfo) -> bool:
     return info.kernel_tensors is not None and is_open(info)
 
 
-def never_counted(layerwise: ModuleType) -> Container[str]:
+def never_counted(layerwise: ModuleType) -> frozenset[str]:
     """Names of tensors that a layer is complete without."""
     # In 0.20 to 0.26 these are those that are never moved to the meta device; up to 0.19 only reload.meta has them.
     names: Any = getattr(layerwise, "SKIP_LOAD_TENSORS", None) or getattr(layerwise, "SKIP_TENSORS", ())

@@ -1,6 +1,7 @@
 """Run one weight transfer on the installed vLLM: real trainer engines in two or more gloo ranks, real worker engines.
 
-Trainer ranks are forked processes, the workers live in this one. Only CUDA IPC is stood in for (see `cpu_ipc`).
+Trainer ranks are forked processes, the workers live in this one. Only CUDA IPC is stood in for, by files
+that both sides map (`ultra_patches/stand_ins/ipc.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m compat scan | run | pages`: the compatibility matrix."""
+"""`python -m compat scan | run | pages | graph`: the compatibility matrix, and the rooms of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, new, page, pages, results, sarif, scan
+from compat import fetch, graph, live, matrix, new, page, pages, results, sarif, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
@@ -33,14 +33,19 @@ def main(argv: list[str] | None = None) -> int:
         "pages", help="PATCHES.md, matrix.html and results.sarif, from declarations and results"
     )
     paging.add_argument("--write", action="store_true", help="write them")
+    drawing = commands.add_parser("graph", help="the rooms of the package: what imports what, circles, floors")
+    drawing.add_argument("revision", nargs="?", metavar="REV", help="of this git revision, for instance HEAD^")
     args = parser.parse_args(argv)
     try:
+        if args.command == "graph":
+            print("\n".join(graph.lines(graph.read(args.revision))))
+            return 0
         if args.command == "pages":
             return _pages(args.write)
         if args.command == "run":
             return _run(args)
         return _new(args.pre) if args.new else _scan(args.write)
-    except (fetch.FetchError, results.ResultError) as error:
+    except (fetch.FetchError, graph.GraphError, results.ResultError) as error:
         print(f"compat: {error}", file=sys.stderr)
         return 1
 

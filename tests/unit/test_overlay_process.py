@@ -229,7 +229,7 @@ def test_the_main_interpreter_goes_on_beside_one(vllm: Site) -> None:
 def test_an_import_while_the_interpreter_shuts_down_is_no_error(vllm: Site, when: str) -> None:
     vllm.declare(AFFECTED, "toy")
     ended = vllm.run(f"""
-        import atexit, importlib, threading, time
+        import atexit, importlib, threading
         def late():
             print(importlib.import_module({META!r}).f(), flush=True)
         class Late:
@@ -241,7 +241,7 @@ def test_an_import_while_the_interpreter_shuts_down_is_no_error(vllm: Site, when
         if {when!r} == "atexit":
             atexit.register(late)
         elif {when!r} == "thread":
-            threading.Thread(target=lambda: (time.sleep(0.2), late())).start()
+            threading.Thread(target=lambda: (threading.main_thread().join(), late())).start()
         else:
             kept = Late()
         import ultra_patches

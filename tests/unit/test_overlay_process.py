@@ -20,11 +20,11 @@ def vllm(site: Site) -> Site:
 
 def test_arming_imports_no_upstream_and_nothing_heavy(vllm: Site) -> None:
     """All patches of the overlay are declared and hooked; everything they may want to import lies on the path."""
-    for name in ("torch", "megatron.core", "megatron.bridge", "numpy", "ray"):
+    for name in ("torch", "megatron.core", "megatron.bridge", "numpy", "ray", "transformers"):
         vllm.write(f"{name}.any")
     loaded = vllm.ask("""
         import sys, ultra_patches
-        heavy = ("vllm", "megatron", "torch", "numpy", "ray", "packaging", "rich")
+        heavy = ("vllm", "megatron", "torch", "numpy", "ray", "transformers", "packaging", "rich", "unittest")
         report([sorted({m.split(".")[0] for m in sys.modules} & set(heavy)), len(ultra_patches.core.ledger.entries) >= 8])
     """)
     assert loaded == [[], True]

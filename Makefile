@@ -6,6 +6,10 @@ PYTHON312 ?= $(shell for p in python3.12 "$$(uv python find 3.12 2>/dev/null)" "
 	"$$p" -c 'import sys; assert sys.version_info[:2] == (3, 12)' 2>/dev/null && echo "$$p" && break; done)
 STACK := $(VENV)/.stack-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
+# Which releases `make matrix` runs live.
+CELLS ?= --ci
+SPREAD := -m "not timing" --dist loadgroup --no-loadscope-reorder
+
 .PHONY: demo grpo grpo-lora test check bench matrix clean
 
 demo: $(STACK)
@@ -37,8 +41,11 @@ build/grpo/base/config.json: build/grpo/train.jsonl
 build/grpo/train.jsonl: $(STACK) examples/grpo/cpu_preset.py
 	$(BIN)/python -W ignore -m examples.grpo.cpu_preset build/grpo
 
+# Three processes on two cores, because most tests wait a part of their time for processes of their own.
+# Not what asserts on time: other tests would decide on it.
 test: $(STACK)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD) -n 2 tests/unit compat
+	$(BIN)/python -m pytest $(SPREAD) -n 3 tests --ignore tests/unit
 
 check: $(STACK)
 	$(BIN)/ruff check .
@@ -47,13 +54,14 @@ check: $(STACK)
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+# On a quiet machine: the time of arming, of a replaced function and of a whole reload, and the peak memory of a reload.
 bench: $(STACK)
 	$(BIN)/python -m pytest tests/bench
 
 # Every release statically, and the lowest, boundary and latest ones live, against what is recorded.
 matrix: $(STACK)
 	$(BIN)/python -m compat scan
-	$(BIN)/python -m compat run --ci --check
+	$(BIN)/python -m compat run $(CELLS) --check
 
 $(STACK): pyproject.toml
 	@test -n "$(PYTHON312)" || { echo "No Python 3.12 on PATH, with uv or under pyenv: install one, or say make PYTHON312=/path/to/python3.12"; exit 1; }

@@ -1,4 +1,4 @@
-"""`python -m compat scan | run | pages`: which patch each upstream release needs, measured."""
+"""`python -m compat scan | run | pages | graph`: which patch each upstream release needs, measured; the rooms of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from compat import fetch, live, matrix, new, page, pages, results, scan
+from compat import fetch, graph, live, matrix, new, page, pages, results, scan
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--check", action="store_true", help="run again, compare with what is kept, write nothing")
     paging = commands.add_parser("pages", help="PATCHES.md and matrix.html, from declarations and results")
     paging.add_argument("--write", action="store_true", help="write them")
+    drawing = commands.add_parser("graph", help="the rooms of the package: what imports what, circles, floors")
+    drawing.add_argument("revision", nargs="?", metavar="REV", help="of this git revision, for instance HEAD^")
     return parser
 
 
@@ -49,12 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0, 1 where something is not as recorded or a cell failed, 2 for input that means nothing."""
     args = parser().parse_args(argv)
     try:
+        if args.command == "graph":
+            print("\n".join(graph.lines(graph.read(args.revision))))
+            return 0
         if args.command == "pages":
             return _pages(args.write)
         if args.command == "run":
             return _run(args)
         return _new(args.pre) if args.new else _scan(args.write)
-    except (fetch.FetchError, results.ResultError) as error:
+    except (fetch.FetchError, graph.GraphError, results.ResultError) as error:
         print(f"compat: {error}", file=sys.stderr)
         return 1
 

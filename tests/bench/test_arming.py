@@ -40,6 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [run(cache) for _ in range(9)]
 
 
+@pytest.mark.timing
 def test_arming_costs_a_small_multiple_of_importing_wrapt(runs: list[dict[str, Any]]) -> None:
     ratio = statistics.median(r["ratio"] for r in runs)
     print(f"arming / import wrapt: {ratio:.1f}")

@@ -9,22 +9,26 @@ from pathlib import Path
 import pytest
 
 from tests.grpo.running import ROOT, command, environment, run
+from tests.support import once
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("grpo") / "files"
-    subprocess.run([sys.executable, "-m", "examples.grpo.cpu_preset", str(folder)], cwd=ROOT, check=True)
-    return folder
+    def make(folder: Path) -> None:
+        subprocess.run([sys.executable, "-m", "examples.grpo.cpu_preset", str(folder)], cwd=ROOT, check=True)
+
+    return once(tmp_path_factory, "grpo-files", make)
 
 
 @pytest.fixture(scope="session")
-def whole(files: Path) -> Path:
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole run, with all its checkpoints."""
-    out = files.parent / "whole"
-    found = run(files, out, "keep=100")
-    assert found.returncode == 0, found.stderr
-    return out
+
+    def make(out: Path) -> None:
+        found = run(files, out, "keep=100")
+        assert found.returncode == 0, found.stderr
+
+    return once(tmp_path_factory, "grpo-whole", make)
 
 
 @pytest.fixture

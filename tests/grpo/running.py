@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MARK = "GRPO_TEST_RUN"
-
+#: Beside other tests, a raylet takes longer than Ray's 30 s to start, and workers at Ray's niceness of 15 get no processor.
+RAY_ENVIRONMENT = {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_niceness": "0"}
 
 #: The files of each preset, by the key that names them.
 FILES = {
@@ -31,7 +32,7 @@ def command(files: Path, out: Path, *arguments: str, preset: str = "cpu") -> lis
 
 def environment(out: Path, **extra: str) -> dict[str, str]:
     """A mark that every process of the run inherits, by which what is left of it can be found."""
-    return {**os.environ, MARK: str(out), "HF_HUB_OFFLINE": "1", **extra}
+    return {**os.environ, **RAY_ENVIRONMENT, MARK: str(out), "HF_HUB_OFFLINE": "1", **extra}
 
 
 def left(out: Path) -> list[str]:

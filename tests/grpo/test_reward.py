@@ -392,9 +392,10 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("before", ["", "#### ", "\\boxed{"])
 @pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_long_text_takes_linear_time(text: str, before: str) -> None:
-    began = time.perf_counter()
+    # Time of this process alone, so that others on the machine do not count.
+    began = time.process_time()
     assert gsm8k_reward(before + text, "72.5") == 0.0
-    assert time.perf_counter() - began < BOUND_S
+    assert time.process_time() - began < BOUND_S
 
 
 FRAMES = (

@@ -7,15 +7,39 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+from filelock import FileLock
 
 from compat import fetch
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` fills, once for all processes of a test run.
+
+    Fails at once in the others where it failed in one.
+    """
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    failed, made = folder.with_name(f"{name}.failed"), folder.with_name(f"{name}.made")
+    with FileLock(f"{folder}.lock"):
+        if failed.exists():
+            pytest.fail(f"{name} could not be made: {failed.read_text()}")
+        if not made.exists():
+            try:
+                make(folder)
+            except BaseException as error:
+                failed.write_text(repr(error))
+                raise
+            made.touch()
+    return folder
 
 
 @dataclass(frozen=True)

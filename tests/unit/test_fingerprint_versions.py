@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support import pythons
 from ultra_patches.core import fingerprint
 
 from .site_dir import PROJECT
@@ -49,25 +47,15 @@ print(json.dumps({key: [s.digest, s.signature, s.decorated] for key, s in source
 """
 
 
-def others() -> list[str]:
-    """Interpreters of other minor versions that are on this machine."""
-    found = {}
-    for minor in range(10, 15):
-        name = f"python3.{minor}"
-        pyenv = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))
-        path = str(pyenv[-1]) if pyenv else shutil.which(name)
-        if path and minor != sys.version_info.minor:
-            found[name] = path
-    return list(found.values())
-
-
-@pytest.mark.skipif(not others(), reason="no Python of another minor version is on this machine")
 def test_every_python_gives_the_same_digests() -> None:
     given = {key: (text, NAMES.get(key, "f")) for key, text in TRICKY.items()}
     here = {key: fingerprint.read(text, name) for key, (text, name) in given.items()}
     expected = {key: [s.digest, s.signature, s.decorated] for key, s in here.items() if s is not None}
     assert set(expected) == set(TRICKY)
-    for python in others():
+    others = [path for version in pythons.SUPPORTED if (path := pythons.find(version))]
+    if len(others) < 2:
+        pytest.skip("no Python of another minor version is on this machine")
+    for python in others:
         done = subprocess.run(
             [python, "-S", "-c", SCRIPT],
             input=json.dumps(given),

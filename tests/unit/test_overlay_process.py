@@ -20,11 +20,11 @@ def vllm(site: Site) -> Site:
 
 def test_arming_imports_no_upstream_and_nothing_heavy(vllm: Site) -> None:
     """All patches of the overlay are declared and hooked; everything they may want to import lies on the path."""
-    for name in ("torch", "megatron.core", "megatron.bridge", "numpy", "ray"):
+    for name in ("torch", "megatron.core", "megatron.bridge", "numpy", "ray", "transformers"):
         vllm.write(f"{name}.any")
     loaded = vllm.ask("""
         import sys, ultra_patches
-        heavy = ("vllm", "megatron", "torch", "numpy", "ray", "packaging", "rich")
+        heavy = ("vllm", "megatron", "torch", "numpy", "ray", "transformers", "packaging", "rich", "unittest")
         report([sorted({m.split(".")[0] for m in sys.modules} & set(heavy)), len(ultra_patches.core.ledger.entries) >= 8])
     """)
     assert loaded == [[], True]
@@ -229,7 +229,7 @@ def test_the_main_interpreter_goes_on_beside_one(vllm: Site) -> None:
 def test_an_import_while_the_interpreter_shuts_down_is_no_error(vllm: Site, when: str) -> None:
     vllm.declare(AFFECTED, "toy")
     ended = vllm.run(f"""
-        import atexit, importlib, threading, time
+        import atexit, importlib, threading
         def late():
             print(importlib.import_module({META!r}).f(), flush=True)
         class Late:
@@ -241,7 +241,7 @@ def test_an_import_while_the_interpreter_shuts_down_is_no_error(vllm: Site, when
         if {when!r} == "atexit":
             atexit.register(late)
         elif {when!r} == "thread":
-            threading.Thread(target=lambda: (time.sleep(0.2), late())).start()
+            threading.Thread(target=lambda: (threading.main_thread().join(), late())).start()
         else:
             kept = Late()
         import ultra_patches

@@ -1,7 +1,5 @@
-"""Each run of a case on a release is done once for all tests that look at it, two at a time and in the tests' order."""
+"""Each run of a case on a release is done once for all tests that look at it."""
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,21 +8,26 @@ from tests.support import Run, releases
 
 
 @pytest.fixture(scope="session")
-def _outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[Run, "Future[dict[str, Any]]"]]:
-    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = dict.fromkeys(params["outcome"] for params in calls if isinstance(params.get("outcome"), Run))
-    pool = ThreadPoolExecutor(max_workers=2)
-    try:
-        yield {run: pool.submit(run.execute, tmp_path_factory.mktemp("case")) for run in wanted}
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _outcomes() -> dict[Run, dict[str, Any] | Exception]:
+    return {}
 
 
 @pytest.fixture
-def outcome(request: pytest.FixtureRequest, _outcomes: Mapping[Run, "Future[dict[str, Any]]"]) -> dict[str, Any]:
+def outcome(
+    request: pytest.FixtureRequest,
+    _outcomes: dict[Run, dict[str, Any] | Exception],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
     """What the script of the parameter, a Run, printed. Skips where its sources cannot be fetched."""
-    for tree in request.param.trees:
+    run: Run = request.param
+    for tree in run.trees:
         releases.tree(*tree)
-    return _outcomes[request.param].result()
+    if run not in _outcomes:
+        try:
+            _outcomes[run] = run.execute(tmp_path_factory.mktemp("case"))
+        except Exception as error:  # noqa: BLE001 # each test that looks at the run fails, and none runs it again
+            _outcomes[run] = error
+    found = _outcomes[run]
+    if isinstance(found, Exception):
+        raise found
+    return found

@@ -12,7 +12,11 @@ import pytest
 
 pytestmark = pytest.mark.upstream
 CASE = Path(__file__).with_name("late_case.py")
+#: Of `importlib.reload(ultra_patches)` with everything in force.
 BUDGET_S = 0.2
+#: For setting everything again after `disarm`, in times that looking at each binding of every module once takes: 0.17 s
+#: where that takes 0.09. A scan for each target took 7 and more.
+LOOKS = 2.5
 
 
 def test_a_late_import_scans_the_modules_once() -> None:
@@ -25,7 +29,7 @@ def test_a_late_import_scans_the_modules_once() -> None:
     took = {what: min(seconds) for what, seconds in seen["took"].items()}
     print(f"CPU seconds among {seen['modules']} modules: {took}")
     assert took["reload"] <= BUDGET_S
-    assert took["set again"] <= BUDGET_S
+    assert took["set again"] <= LOOKS * took["look"]
     first, *others = seen["states"]
     assert sum(state == "applied-late" and rebound > 0 for state, rebound in first.values()) >= 3, first
     assert all(one == first for one in others)

@@ -227,3 +227,16 @@ def test_nothing_is_set_whose_need_is_not_in_force(
                 state = known.get(need) or found[need].state
                 idle = decide(patches[need], seen[need], MEASURED, Settings()).state is State.NOT_NEEDED
                 assert state not in STOPS or (state is State.DISABLED and idle)
+
+
+def test_a_patch_that_is_not_set_anyway_closes_no_circle() -> None:
+    """b needs a, a needs d, and d needs both; a is fixed here."""
+    needs = {"b": ("a",), "a": ("d",), "d": ("a", "b")}
+    patches = {name: declare(name, ("vllm.meta", "f"), requires=of) for name, of in needs.items()}
+    seen = {name: SEEN[FIXED if name == "a" else OLD] for name in needs}
+    found = decide_all(patches, seen, MEASURED, Settings())
+    assert {name: decision.action for name, decision in found.items()} == {
+        "b": Action.APPLY,
+        "a": Action.NOTHING,
+        "d": Action.APPLY,
+    }

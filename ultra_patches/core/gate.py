@@ -108,13 +108,14 @@ def decide_all(
         if decide(patches[name], evidence[name], lock, Settings()).state is State.NOT_NEEDED:
             states[name] = State.NOT_NEEDED  # disabled by the user, but it would not be set here anyway
     decisions: dict[str, Decision] = {}
-    for name, patch in in_order(patches, lambda patch: patch.requires).items():
+    # A patch that is not set anyway closes no circle.
+    to_set = {name: patch for name, patch in patches.items() if alone[name].action is not Action.NOTHING}
+    for name, patch in in_order(to_set, lambda patch: patch.requires).items():
         blocked = _blocked(patch, patches, states)
-        decision = replace(alone[name], blocked=blocked)
-        if blocked is not None and decision.action is not Action.NOTHING:
-            decision = Decision(Action.NOTHING, *blocked, blocked=blocked)
-        states.setdefault(name, decision.state)
-        decisions[name] = decision
+        decisions[name] = alone[name] if blocked is None else Decision(Action.NOTHING, *blocked, blocked=blocked)
+        states.setdefault(name, decisions[name].state)
+    for name in patches.keys() - to_set.keys():
+        decisions[name] = replace(alone[name], blocked=_blocked(patches[name], patches, states))
     return {name: decisions[name] for name in patches}
 
 

@@ -6,6 +6,8 @@ from tests.support import Run
 
 #: The longest by far, and others wait for its first run.
 FIRST = "tests/grpo/test_run.py"
+#: What waits for it comes when it is there.
+LATER = {"tests/grpo/test_lora.py": "tests/u"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -15,4 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         run = item.callspec.params.get("outcome") if hasattr(item, "callspec") else None
         group = f"{run.script} {run}" if isinstance(run, Run) else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+    def place(item: pytest.Item) -> tuple[bool, str]:
+        file = item.nodeid.partition("::")[0]
+        return file != FIRST, LATER.get(file, file)
+
+    items.sort(key=place)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.upstream
 
 GUARD, VIEW = "vllm-reload-numel-guard", "vllm-mamba-conv-weights"
 #: Where the code of `get_numel_loaded` is from.
-OURS, THEIRS = "vllm_reload_numel_guard.py", "meta.py"
+OURS, THEIRS = "session.py", "meta.py"
 OVERWRITTEN = ("0.18.1", "0.20.2", "0.21.0")
 EARLY = ("0.22.1", "0.23.0")
 LEAKING = ("0.24.0",)

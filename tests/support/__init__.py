@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import pytest
 from filelock import FileLock
 
 from compat import fetch
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
@@ -44,7 +44,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 @dataclass(frozen=True)
 class Run:
-    """A script in a fresh process, with the sources of some releases before everything else on the path.
+    """A script in a process of its own, with the sources of some releases before everything else on the path.
 
     `trees` are (project, release) in the order of PYTHONPATH, without one it is what is installed; `environment` is added to
     the caller's. `edit` is (file, old
@@ -74,25 +74,17 @@ class Run:
         if self.edit is not None:
             trees[0] = _edited(trees[0], folder / "edited", *self.edit)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("ULTRA_PATCHES", "VLLM_"))}
-        process = subprocess.run(
-            [sys.executable, str(ROOT / self.script), *self.arguments],
-            cwd=folder,
-            env={
-                **kept,
-                "PYTHONPATH": os.pathsep.join(map(str, [*trees, ROOT])),
-                "XDG_CACHE_HOME": str(folder),
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_TARGET_DEVICE": "cpu",
-                "VLLM_NO_USAGE_STATS": "1",
-                # Two of these run at a time.
-                "OMP_NUM_THREADS": "1",
-                **dict(self.environment),
-            },
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        env = {
+            **kept,
+            "PYTHONPATH": os.pathsep.join(map(str, [*trees, ROOT])),
+            "XDG_CACHE_HOME": str(folder),
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Two of these run at a time.
+            **warm.READ_AT_IMPORT,
+            **dict(self.environment),
+        }
+        process = warm.server().run(ROOT / self.script, self.arguments, env, folder, SECONDS)
         assert process.returncode == 0, (
             f"{self.script} on {self} ended with {process.returncode}:\n{process.stderr[-4000:]}"
         )

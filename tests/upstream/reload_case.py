@@ -105,7 +105,7 @@ def _force(patch_id: str) -> None:
 
     swaps: list[apply.Swap] = []
     for target in discover.patches()[0][patch_id].variants[0].targets:
-        apply.apply(patch_id, importlib.import_module(target.module), target, swaps, decorated=False, late=True)
+        apply.apply(patch_id, importlib.import_module(target.module), target, swaps, decorated=True, late=True)
     apply.rebind(swaps)
 
 

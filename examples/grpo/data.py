@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.errors import RunError
+from examples.errors import RunError, first_line
 from examples.grpo.config import Config
 from examples.grpo.reward import gsm8k_reward
 
@@ -48,13 +48,16 @@ def inputs(config: Config) -> Inputs:
 def load(path: Path) -> list[Problem]:
     """Read JSON lines with `question` and `answer`; RunError names the line that is not one."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # As bytes: a text's `splitlines` ends a line at U+2028 too, which JSON may hold.
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             problem = Problem(row["question"], row["answer"])
             gsm8k_reward("", problem.answer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(f"{path}, line {number}: {type(error).__name__}: {first_line(error)}") from error
+        if not isinstance(problem.question, str):
+            raise RunError(f"{path}, line {number}: the question is no text")
         found.append(problem)
     if not found:
         raise RunError(f"{path}: no lines")

@@ -49,9 +49,13 @@ def _connect(address: str, until: float, timeout_s: float) -> None:
 def answers(address: str) -> bool:
     """Whether anything listens at `host:port`. Ray itself would take minutes to say that nothing does."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    if not port.isascii() or not port.isdigit():
         return False
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+    # No port goes beyond 65535, no name through IDNA that has an empty part.
+    with (
+        contextlib.suppress(OSError, OverflowError, UnicodeError),
+        socket.create_connection((host, int(port)), timeout=5),
+    ):
         return True
     return False
 

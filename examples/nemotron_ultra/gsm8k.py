@@ -17,7 +17,7 @@ def collect(where: Path) -> dict[str, bytes]:
     RunError names the line whose answer does not end in `#### <number>`, and says where nothing is found.
     """
     folder = where / "main" if (where / "main").is_dir() else where
-    files = [where] if where.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
+    files = [path for path in ([where] if where.is_file() else sorted(folder.glob("*"))) if path.is_file()]
     found: dict[str, list[str]] = {}
     for path in files:
         split = path.name.partition(".")[0].partition("-")[0]
@@ -38,15 +38,22 @@ def _line(path: Path, number: int, row: Any) -> str:
         raise RunError(
             f"{path}, line {number}: the answer {answer[-60:]!r} does not end in '#### <number>': correct or drop this line"
         )
-    return json.dumps({"question": question, "answer": answer}, ensure_ascii=False)
+    try:
+        text = json.dumps({"question": question, "answer": answer}, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RunError(
+            f"{path}, line {number}: half a character ({error.reason}): correct or drop this line"
+        ) from error
+    return text
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RunError(f"{path}, line {number}: {error}: correct or drop this line") from error
 
 

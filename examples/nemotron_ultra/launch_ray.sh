@@ -9,7 +9,7 @@
 #   PORT        of Ray's head (6379)
 #   HEAD_IP     this host's address as the others see it
 #   RAY_START   further options of every `ray start`
-#   REMOTE      what runs a command on a host, given the host and the command (ssh)
+#   REMOTE      what runs a command on a host, given the host and the command, and passes its own input on to it (ssh)
 #   READY_S     how long nodes may take to come, in seconds (300)
 set -euo pipefail
 
@@ -37,17 +37,42 @@ if [[ -z ${RAY_AUTH_MODE:-} ]] && ray get-auth-token --generate >/dev/null 2>&1;
     export RAY_AUTH_MODE=token
 fi
 
-# ssh brings none of the environment along. What may be a secret is left out: a command line shows to every user of a host.
+# ssh brings none of the environment along. What is named like a secret is left out, as from Ray's runtime environments.
 settings() {
     local name
-    for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(ULTRA_PATCHES|VLLM|NCCL|HF|RAY|CUDA|TORCH)_?.*)$' |
-        grep -vE 'TOKEN$|KEY|SECRET|PASSWORD|_VISIBLE_DEVICES|^RAY_ADDRESS$'); do
-        printf '%s=%q ' "$name" "${!name}"
+    for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(ULTRA_PATCHES|VLLM|NCCL|HF|RAY|CUDA|TORCH)_?.*)$'); do
+        case $name in
+        *TOKEN_PATH) ;;
+        *TOKEN | *TOKEN_* | *KEY* | *SECRET* | *PASSW* | *CREDENTIAL* | *_VISIBLE_DEVICES | RAY_ADDRESS) continue ;;
+        esac
+        printf 'export %s=%q\n' "$name" "${!name}"
     done
 }
 
-pid_file() {
-    printf '%q' "/tmp/ray-$(id -un)-$port-$1.pid"
+# What the shell of another host reads: it starts a node, and ends it when this input ends, or the node does. It is an input, for
+# a command line shows to every user of a host, and values hold secrets under any name. No file there could be another user's.
+node() {
+    printf 'cd %q || exit\n' "$PWD"
+    settings
+    printf 'node=(ray start --block --address=%q' "$head_ip:$port"
+    [[ ${#start[@]} -eq 0 ]] || printf ' %q' "${start[@]}"
+    cat <<'END'
+)
+{
+    "${node[@]}" </dev/null &
+    ray=$!
+    trap 'kill "$ray" 2>/dev/null' TERM HUP
+    { while read -r _; do :; done; kill "$ray"; } <&0 2>/dev/null &
+    while true; do
+        wait "$ray"
+        status=$?
+        kill -0 "$ray" 2>/dev/null || break
+    done
+    kill "$!" 2>/dev/null
+    exit "$status"
+}
+END
+    exec tail -s 0.2 --pid="$life" -f /dev/null
 }
 
 # Wait for so many nodes, or for the first `ray start` that ends.
@@ -62,16 +87,21 @@ ready() {
 }
 
 stop() {
-    local status=$? host
+    local status=$? tries
     trap - EXIT INT TERM
     [[ -z $driver ]] || kill "$driver" 2>/dev/null || true
-    for host in "${hosts[@]:1}"; do
-        "$remote" "$host" "kill \$(cat $(pid_file "$host") 2>/dev/null) 2>/dev/null; rm -f $(pid_file "$host")" </dev/null || true
+    kill "$life" 2>/dev/null || true
+    for ((tries = 80; tries > 0; tries--)); do
+        if [[ ${#pids[@]} -lt 2 ]] || ! kill -0 "${pids[@]:1}" 2>/dev/null; then break; fi
+        sleep 0.5
     done
     [[ ${#pids[@]} -eq 0 ]] || kill "${pids[@]}" 2>/dev/null || true
     wait
     exit "$status"
 }
+# It ends with this script, even with a killed one, and the inputs of the other hosts' shells with it.
+tail -s 0.2 --pid=$$ -f /dev/null &
+life=$!
 trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
@@ -80,8 +110,7 @@ ray start --head --block --node-ip-address="$head_ip" --port="$port" --include-d
 pids+=("$!")
 ready 1
 for host in "${hosts[@]:1}"; do
-    begin="cd $(printf '%q' "$PWD") && echo \$\$ >$(pid_file "$host")"
-    "$remote" "$host" "$begin && exec env $(settings)ray start --block --address=$head_ip:$port$(printf ' %q' "${start[@]}")" </dev/null >&2 &
+    "$remote" "$host" "bash -s" < <(node) >&2 &
     pids+=("$!")
 done
 ready "${#hosts[@]}"

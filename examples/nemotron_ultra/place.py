@@ -3,10 +3,12 @@ place.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ class Mirror:
         origin = self.folder / name
         if not origin.is_file():
             raise RunError(f"{origin} is not there on this node: mount the mirror on every node")
-        with origin.open("rb") as source, partial.open("ab") as target:
+        with origin.open("rb") as source, open(partial, "ab", opener=_no_link) as target:
             source.seek(target.tell())
             shutil.copyfileobj(source, target, CHUNK)
             target.flush()
@@ -67,7 +69,9 @@ class Contents:
 
     def fill(self, name: str, partial: Path) -> None:
         """Write it whole."""
-        partial.write_bytes(self.contents[name])
+        partial.unlink(missing_ok=True)
+        with open(partial, "wb", opener=_no_link) as target:
+            target.write(self.contents[name])
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,22 @@ class Placed:
 
 def place(parts: Sequence[Part], target: Path, threads: int) -> Placed:
     """Put every file in place, `threads` at a time. RunError where there is no room, or a source is not what was promised."""
+    if strange := [file.name for part in parts for file in part.files if not is_file_name(file.name)]:
+        raise RunError(f"{strange[0]!r} is not the name of a file: nothing was written; get the manifest again")
+    try:
+        return _place(parts, target, threads)
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or target}: {error.strerror or error}; what is whole stays: mend it and repeat the command"
+        ) from error
+
+
+def is_file_name(name: str) -> bool:
+    """Whether it names something in a folder, and nothing above or below it."""
+    return name not in {"", ".", ".."} and "/" not in name and "\0" not in name
+
+
+def _place(parts: Sequence[Part], target: Path, threads: int) -> Placed:
     files = {(target / part.folder / file.name): (file, part.source) for part in parts for file in part.files}
     for part in parts:
         _make(target / part.folder)
@@ -128,10 +148,24 @@ def _make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Nodes that share a disk take turns; the lock ends with its process."""
-    with (target / ".stage.lock").open("w") as lock:
+    """Nodes that share a disk take turns; the lock ends with its process. Nothing that is there is emptied for it."""
+    with open(target / ".stage.lock", "a", opener=_no_link) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file of our own: what lies there in its place, a link or a pipe, was not put there by us."""
+    try:
+        found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+            raise
+        raise RunError(f"{path} is no file of this command ({error.strerror}): remove it") from error
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise RunError(f"{path} is no file of this command: remove it")
+    return found
 
 
 def _is_right(path: Path, file: File) -> bool:
@@ -165,7 +199,7 @@ def _fetch(path: Path, file: File, source: Source) -> None:
     if _is_right(partial, file):
         partial.replace(path)
         return
-    partial.unlink()
+    partial.unlink(missing_ok=True)
     if continued:
         _fetch(path, file, source)
         return

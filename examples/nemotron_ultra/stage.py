@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
-from examples.errors import RunError, reported
+from examples.errors import RunError, first_line, reported
 from examples.nemotron_ultra import gsm8k, manifest
 from examples.nemotron_ultra.cluster_ready import answers
 from examples.nemotron_ultra.place import Contents, Hub, Mirror, Part, Placed, place
@@ -88,7 +88,7 @@ def _outcome(call: Any) -> "Placed | RunError":
     try:
         found = ray.get(call)
     except ray.exceptions.RayTaskError as error:
-        return RunError(f"failed: {type(error.cause).__name__}: {error.cause}")
+        return RunError(f"failed: {type(error.cause).__name__}: {first_line(error.cause)}")
     except ray.exceptions.RayError as error:
         return RunError(
             f"died while it staged ({type(error).__name__}): bring the node back and repeat the command, which goes on there"
@@ -122,8 +122,10 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 def stage(options: argparse.Namespace) -> None:
     """Everything. RunError has a line for each node that failed."""
-    if "{node}" not in options.to and not Path(options.to).is_absolute():
+    if not Path(options.to).is_absolute():
         raise RunError(f"--to {options.to}: give an absolute path, for each node has its own working directory")
+    if options.threads < 1:
+        raise RunError(f"--threads {options.threads}: at least one is needed")
     what = parts(options)
     total = sum(file.size for part in what for file in part.files)
     _connect(options.ray)
@@ -139,7 +141,7 @@ def stage(options: argparse.Namespace) -> None:
     if unlike := disagreement(outcomes):
         failed.append(unlike)
     if failed:
-        raise RunError("\nerror: ".join(failed))
+        raise RunError(*failed)
 
 
 def _connect(ray_address: str) -> None:

@@ -4,6 +4,7 @@ A step is written beside its place and renamed when every rank has finished, so 
 before.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,8 @@ PREFIX = "step-"
 
 def saved(out: Path) -> list[int]:
     """The steps that can be resumed from, oldest first."""
-    names = [path.name for path in (out / "checkpoints").glob(f"{PREFIX}*") if path.is_dir()]
-    return sorted(int(name.removeprefix(PREFIX)) for name in names if name.removeprefix(PREFIX).isdigit())
+    names = [path.name.removeprefix(PREFIX) for path in (out / "checkpoints").glob(f"{PREFIX}*") if path.is_dir()]
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{0,15}", name))
 
 
 def folder(out: Path, step: int) -> Path:

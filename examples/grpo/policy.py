@@ -4,6 +4,7 @@ Every method is a collective: it is called on all ranks with the same arguments.
 """
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -226,7 +227,9 @@ class Policy:
 
     def load_reference(self, folder: Path) -> None:
         """Read it again; the layout of ranks must be the same."""
-        self.reference = torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)
+        # Extra states of some layers are bytes.
+        with torch.serialization.safe_globals([io.BytesIO]):
+            self.reference = torch.load(folder / f"rank-{self.rank}.pt", weights_only=True)
 
     def reference_logprobs(self, batch: Batch, temperature: float) -> tuple[int, Tensor] | None:
         """As `logprobs`, under the reference policy: the weights that were kept, or the model without its adapters."""

@@ -15,6 +15,7 @@ PANELS = (
     ("sync time", "seconds", ("sync_s",)),
     ("trainer - rollout", "mean |dlogp|, nats", ("dlogp_before", "dlogp_after", "dlogp_rollout")),
 )
+METRICS = "metrics.jsonl"
 SHOWN = ("reward", "eval", "loss", "grad_norm", "dlogp_before", "dlogp_after", "sync_s")
 
 
@@ -26,20 +27,31 @@ class Report:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.console = folder, Console(stderr=True)
-        self.lines = (folder / "metrics.jsonl").open("a", buffering=1)
+        torn = _mend(folder / METRICS)
+        self.lines = (folder / METRICS).open("a", buffering=1)
         self.board = SummaryWriter(str(folder / "tensorboard"))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, TextColumn("{task.fields[last]}"), console=self.console)
         self.tasks: dict[str, Any] = {}
+        if torn:
+            self.say(
+                f"{folder / METRICS}: {len(torn)} lines are no step, line {torn[0]} for one, as a run leaves that is killed or has no "
+                "room: they are passed over"
+            )
 
     def __enter__(self) -> "Report":
         self.progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close everything. Where the run has failed its own error is the one to be told, not that of a file that is closed."""
         self.progress.stop()
-        self.board.close()
-        self.lines.close()
+        for one in (self.board, self.lines):
+            try:
+                one.close()
+            except OSError:
+                if kind is None:
+                    raise
 
     def say(self, text: str) -> None:
         """A line above the progress bars."""
@@ -60,9 +72,34 @@ class Report:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, one entry a step; of a step that ran twice, because of a resume, the later one."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The metrics of a run, one entry a step; of a step that ran twice, because of a resume, the later one.
+
+    A line that is no step, as a run leaves that was killed while it wrote, is passed over.
+    """
+    rows = [row for row in map(_row, _lines(folder / METRICS)) if row is not None]
     return list({(row["phase"], row["step"]): row for row in rows}.values())
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_step = isinstance(row, dict) and isinstance(row.get("phase"), str) and type(row.get("step")) is int
+    return row if is_step and all(isinstance(row[name], (int, float)) for name in row if name != "phase") else None
+
+
+def _mend(path: Path) -> list[int]:
+    """Which lines are no step, by number. A last one without its end gets it, or the next step would be lost with it."""
+    lines = _lines(path)
+    if lines and not path.read_bytes().endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    return [number for number, line in enumerate(lines, 1) if _row(line) is None]
 
 
 def draw(folder: Path) -> Path:
@@ -82,7 +119,7 @@ def draw(folder: Path) -> Path:
         axis.set(title=title, xlabel="GRPO step", ylabel=unit)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        if len(names) > 1:
+        if len(names) > 1 and axis.lines:
             axis.legend()
     path = folder / "run.png"
     figure.savefig(path, dpi=110)

@@ -29,6 +29,14 @@ from examples.grpo.reward import gsm8k_reward
 Metrics = dict[str, float]
 
 
+class NotLoadedError(RunError):
+    """A checkpoint of the run could not be loaded."""
+
+    def __init__(self, step: int, error: Exception) -> None:
+        super().__init__(f"{error}")
+        self.step = step
+
+
 class Run:
     """The state of a run: what was configured, its actors, and where it reports."""
 
@@ -47,7 +55,7 @@ class Run:
         begin = steps[-1] if steps else 0
         if steps:
             self.schedule()
-            self.cluster.on_trainers("load", checkpoint.folder(self.config.out, begin))
+            self.load(begin)
             self.report.say(f"resumed after GRPO step {begin}")
         else:
             self.supervise()
@@ -66,6 +74,13 @@ class Run:
         if self.config.export is not None:
             self.cluster.train("save_pretrained", self.config.export)
             self.report.say(f"trained model: {self.config.export}")
+
+    def load(self, step: int) -> None:
+        """Go on from the checkpoint after so many GRPO steps; NotLoadedError where it cannot be."""
+        try:
+            self.cluster.on_trainers("load", checkpoint.folder(self.config.out, step))
+        except (RunError, ray.exceptions.RayError) as error:
+            raise NotLoadedError(step, error) from error
 
     def supervise(self) -> None:
         """Train on questions with worked answers."""
@@ -256,23 +271,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--unsafe", action="store_true", help="run without the patches and past a failed comparison")
     options = parser.parse_args(arguments)
+    out: Path | None = None
     try:
         config = load(options.config, options.overrides)
+        out = config.out
         inputs = data.inputs(config)
-        with report.Report(config.out) as progress, cluster.start(config, require=not options.unsafe) as actors:
+        with report.Report(out) as progress, cluster.start(config, require=not options.unsafe) as actors:
             try:
                 Run(config, inputs, actors, progress, unsafe=options.unsafe).run()
             finally:
-                if any(row["phase"] == "grpo" for row in report.read(config.out)):
-                    progress.say(f"picture: {report.draw(config.out)}")
-    except (RunError, ray.exceptions.RayError) as error:
-        steps = checkpoint.saved(config.out) if "config" in locals() else []
-        resume = (
-            f"\nThe checkpoint after GRPO step {steps[-1]} is whole: the same command goes on from it." if steps else ""
-        )
-        print(f"error: {error}{resume}", file=sys.stderr)
+                picture(out, progress)
+    except (RunError, ray.exceptions.RayError, OSError) as error:
+        print(f"error: {error}{resume(out, error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def picture(out: Path, progress: report.Report) -> None:
+    """Draw the run. It is no part of it: what goes wrong here is a word, and takes the place of no error."""
+    try:
+        if any(row["phase"] == "grpo" for row in report.read(out)):
+            progress.say(f"picture: {report.draw(out)}")
+    except Exception as error:  # noqa: BLE001 # a picture may fail in a library's own way
+        progress.say(f"no picture of this run: {type(error).__name__}: {error}")
+
+
+def resume(out: Path | None, error: Exception) -> str:
+    """What a run that has failed can go on from."""
+    steps = checkpoint.saved(out) if out is not None else []
+    if not steps or out is None:
+        return ""
+    if not isinstance(error, NotLoadedError):
+        return f"\nThe checkpoint after GRPO step {steps[-1]} is whole: the same command goes on from it."
+    folder = checkpoint.folder(out, error.step)
+    before = [step for step in steps if step < error.step]
+    then = f"goes on from step {before[-1]}" if before else "begins anew"
+    return (
+        f"\nThe checkpoint after GRPO step {error.step} could not be loaded: run with the sizes that it was saved with, or move "
+        f"{folder} away, and the same command {then}."
+    )
 
 
 if __name__ == "__main__":

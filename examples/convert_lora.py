@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from examples.errors import RunError, reported
 from examples.lora import base, checkpoint, cli, names, peft, settings, verify
 from examples.lora.plan import plan
@@ -44,6 +46,7 @@ def convert(
         RunError: see the module's head; `out` is not there then, nor anything beside it.
     """
     _absent(out)
+    verify.check_tolerance(tolerance)
     model = base.read(base_folder)
     stored = checkpoint.read(source)
     trained = settings.settings(stored.run_config)
@@ -98,8 +101,8 @@ def _appearing(out: Path) -> Iterator[Path]:
         partial.rename(out)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RunError(f"{out}: cannot be written ({error.strerror or error})") from error
+        if isinstance(error, (OSError, SafetensorError)):
+            raise RunError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
         raise
 
 

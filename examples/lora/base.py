@@ -1,6 +1,5 @@
 """A Hugging Face model folder: its configuration, and the names, shapes and values of its tensors."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from examples.errors import RunError
+from examples.errors import RunError, json_file
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Base:
     @property
     def architectures(self) -> list[str]:
         """The model classes that config.json names."""
-        return list(self.config.get("architectures") or [])
+        found = self.config.get("architectures")
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
     @property
     def layers(self) -> int:
@@ -81,8 +81,10 @@ class Base:
 
     def _size(self, name: str) -> int:
         value = self.config.get(name)
-        if not isinstance(value, int) or value < 1:
-            raise RunError(f"{self.tensors.folder / 'config.json'}: {name} is {value!r}, a positive number is needed")
+        if not isinstance(value, int) or not 1 <= value < 1 << 31:
+            raise RunError(
+                f"{self.tensors.folder / 'config.json'}: {name} is {repr(value)[:80]}, a positive number is needed"
+            )
         return value
 
 
@@ -92,51 +94,55 @@ def read(folder: Path) -> Base:
     Raises:
         RunError: no config.json or one that is not JSON, no safetensors, or a file that is damaged.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise RunError(f"{file}: missing; BASE is the Hugging Face folder of the base model")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise RunError(f"{file}: not JSON ({error})") from error
-    return Base(config, tensors(folder))
+    found = json_file(folder / "config.json", "BASE is the Hugging Face folder of the base model")
+    return Base(found, tensors(folder))
 
 
 def tensors(folder: Path) -> Tensors:
     """Read the headers of a folder's safetensors files.
 
     Raises:
-        RunError: there are none, the index names one that is missing, or one is damaged.
+        RunError: there are none, the index names one that is missing, one is damaged, or two have a tensor of one name.
     """
-    paths = _files(folder)
+    paths, index = _files(folder)
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 # it is no mapping
+                    if index.get(name, path.name) != path.name:
+                        continue
+                    if name in files:
+                        raise RunError(
+                            f"{folder}: {name} is in {files[name].name} and in {path.name}: keep the files of one model"
+                        )
                     files[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise RunError(f"{path}: cannot be read ({error}); copy it again") from error
     return Tensors(folder, files, shapes)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Those of the index; else model.safetensors, beside which other formats may lie; else all."""
+def _files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """Those of the index, and it; else model.safetensors, beside which other formats may lie; else all."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            named = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{index}: no index of tensors ({error}); copy the model again") from error
-        if missing := [file.name for file in named if not file.is_file()]:
-            raise RunError(f"{index} names {missing[0]}, which is missing; copy the model again")
-        return named
+        again = "copy the model again"
+        named = json_file(index, again).get("weight_map")
+        if not isinstance(named, dict) or not all(_is_name(name) for name in named.values()):
+            raise RunError(f"{index}: no index of tensors, a file of its folder for each; {again}")
+        if missing := [name for name in sorted(set(named.values())) if not (folder / name).is_file()]:
+            raise RunError(f"{index} names {missing[0]}, which is missing; {again}")
+        return [folder / name for name in sorted(set(named.values()))], named
     paths = (
         [folder / "model.safetensors"]
         if (folder / "model.safetensors").is_file()
-        else sorted(folder.glob("*.safetensors"))
+        else sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     )
     if not paths:
         raise RunError(f"{folder}: no *.safetensors in it; give a folder with a model's weights")
-    return paths
+    return paths, {}
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name != ".." and Path(name).name == name

@@ -1,6 +1,7 @@
 """What each tensor of a checkpoint is, by its name: an adapter's matrix, a base weight, an optimizer's state, or unknown."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,8 +17,8 @@ _ADAPTER = re.compile(
     r"^(?P<linear>.+)\.adapter\.(?:(?P<projection>adapter_[a-z]+)\.)?(?P<side>linear_in|linear_out)\.weight"
     r"(?P<part>_[wv]|\.(?:z|x|B|C|dt))?$"
 )
-_LAYER = re.compile(r"^decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<inner>.+)$")
-_EXPERT = re.compile(r"^mlp\.experts\.experts\.(?:(?P<expert>\d+)\.)?(?P<linear>linear_fc[12])$")
+_LAYER = re.compile(r"^decoder\.layers\.(?:(?P<layer>[0-9]{1,9})\.)?(?P<inner>.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.experts\.(?:(?P<expert>[0-9]{1,9})\.)?(?P<linear>linear_fc[12])$")
 
 #: Every word of the names of base weights in Megatron-Core's GPT and hybrid models; numbers aside.
 _BASE_WORD = re.compile(
@@ -75,15 +76,23 @@ def adapters(checkpoint: Checkpoint, skip: Sequence[str]) -> tuple[list[Entry], 
     states of transformer-engine (of FP8; no weights).
 
     Raises:
-        RunError: a name that is none of these, a pattern of `skip` that leaves nothing out, or no adapter at all.
+        RunError: a name that is none of these or that two tensors have, a pattern of `skip` that leaves nothing out, or no
+            adapter at all.
     """
     tensors = {entry.name: entry for entry in checkpoint.tensors if not _is_aside(entry.name)}
     objects = [name for name in checkpoint.objects if ".adapter." in name and "._extra_state" not in name]
-    names = [*tensors, *(name for name in objects if not _is_aside(name))]
+    every = [*(entry.name for entry in checkpoint.tensors), *objects]
+    names = [name for name in every if not _is_aside(name)]
     if unused := [pattern for pattern in skip if not any(fnmatchcase(name, pattern) for name in names)]:
         raise RunError(f"--skip '{unused[0]}' matches no adapter and no unknown tensor in {checkpoint.folder}")
     skipped = [name for name in names if any(fnmatchcase(name, pattern) for pattern in skip)]
     kept = [name for name in names if name not in set(skipped)]
+    if twice := [name for name, count in Counter(kept).items() if count > 1]:
+        keys = [entry.key for entry in checkpoint.tensors if entry.name == twice[0]]
+        raise RunError(
+            f"{checkpoint.folder}: {' and '.join(keys)} are both {twice[0]}, and which of them the model has is not said; "
+            f"save the checkpoint again without one, or --skip '{twice[0]}' drops both"
+        )
     if strange := [name for name in kept if name not in tensors or ".adapter." not in name]:
         kind = (
             "a tensor that is neither a known base weight nor an adapter"

@@ -15,9 +15,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from examples.errors import RunError
+from examples.errors import RunError, json_file
 from examples.lora import base
-from examples.lora.settings import Settings
+from examples.lora.settings import Settings, is_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -93,12 +93,10 @@ def read(folder: Path) -> Folder:
     """Read an adapter folder.
 
     Raises:
-        RunError: a file is missing or damaged, a name is no LoRA matrix, or one stands alone.
+        RunError: a file is missing or damaged, a name is no LoRA matrix, one stands alone or does not fit the other one, or what
+            scales them is no number.
     """
-    try:
-        content = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{folder / CONFIG}: cannot be read ({error}); give a PEFT adapter folder") from error
+    content = _content(folder / CONFIG)
     tensors = base.tensors(folder)
     sides: dict[str, set[str]] = {"A": set(), "B": set()}
     for name in tensors.shapes:
@@ -106,6 +104,33 @@ def read(folder: Path) -> Folder:
         if not match:
             raise RunError(f"{folder / WEIGHTS}: {name} is no matrix of plain LoRA")
         sides[match[2]].add(match[1])
+    if not tensors.shapes:
+        raise RunError(f"{folder / WEIGHTS}: no tensor in it, so nothing is adapted; give a PEFT adapter folder")
     if alone := sides["A"] ^ sides["B"]:
         raise RunError(f"{folder / WEIGHTS}: {min(alone)} has one of lora_A and lora_B only")
+    for module in sides["A"]:
+        a, b = (tensors.shapes[f"{PREFIX}{module}.lora_{side}.weight"] for side in "AB")
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise RunError(
+                f"{folder / WEIGHTS}: {module} has lora_A {list(a)} and lora_B {list(b)}, which make no matrix"
+            )
     return Folder(tensors, content, sorted(sides["A"]))
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content = json_file(file, "give a PEFT adapter folder")
+    patterns = [content.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    if not all(isinstance(pattern, dict) for pattern in patterns):
+        raise RunError(f"{file}: rank_pattern and alpha_pattern are no objects; convert the adapter again")
+    scales = {name: content.get(name) for name in ("r", "lora_alpha")}
+    for name, value in [*scales.items(), *(item for pattern in patterns for item in pattern.items())]:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value) or value <= 0:
+            raise RunError(
+                f"{file}: {name} is {str(value)[:80]}, a positive number is needed; convert the adapter again"
+            )
+    for key in (key for pattern in patterns for key in pattern):
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise RunError(f"{file}: {key[:80]} is no pattern ({error}); convert the adapter again") from error
+    return content

@@ -86,6 +86,7 @@ def _adapters(
     a, b = (_joined(site, side, sides.get(side, {})) for side in ("linear_in", "linear_out"))
     if linear.layout is Layout.MAMBA:
         _check_mamba(site, b, base)
+    _layers(site, b, base)
     for layer in _layers(site, a, base):
         prefix = known.layer.format(layer) if site.in_layers else ""
         for expert in _experts(site, a, b, base, prefix + linear.modules[0]):
@@ -109,6 +110,11 @@ def _linear(site: Site, known: Architecture) -> Linear:
 
 
 def _joined(site: Site, side: str, parts: Mapping[str, Entry]) -> tuple[Entry, ...]:
+    if flat := [entry for entry in parts.values() if len(entry.shape) < 2]:
+        raise RunError(f"{flat[0].key}: shape {list(flat[0].shape)} is no LoRA matrix; --skip '{flat[0].name}'")
+    if len({(entry.shape[:-2], entry.shape[-1]) for entry in parts.values()}) > 1:
+        shapes = ", ".join(f"{list(entry.shape)}" for entry in parts.values())
+        raise RunError(f"{site.name}: the parts of {side} do not fit each other, {shapes}; the checkpoint is damaged")
     for order in _ORDERS:
         if set(order) == set(parts):
             return tuple(parts[part] for part in order)
@@ -166,7 +172,8 @@ def _check_rank(site: Site, a: Source, b: Source, settings: Settings) -> None:
     rank = a.shape[0]
     if rank != b.shape[1]:
         raise RunError(f"{site.name}: linear_in has rank {rank}, linear_out {b.shape[1]}; the checkpoint is damaged")
-    if rank != settings.rank and not (site.is_expert and settings.smaller_experts):
+    smaller = site.is_expert and settings.smaller_experts and 1 <= rank <= settings.rank
+    if rank != settings.rank and not smaller:
         raise RunError(
             f"{site.name}: rank {rank} in the checkpoint, peft.dim {settings.rank} in its run config: they are of two runs"
         )
@@ -195,16 +202,21 @@ def _modules(site: Site, linear: Linear, count: int, base: Base) -> list[tuple[s
     if linear.layout not in (Layout.QKV, Layout.GATED):
         return [(linear.modules[0], None)]
     try:
-        chosen = rows.qkv(*base.attention) if linear.layout is Layout.QKV else rows.halves(count)
+        chosen = rows.halves(count) if linear.layout is Layout.GATED else _qkv(site, count, base)
     except ValueError as error:
         raise RunError(f"{site.name}: {error} (config.json of {base.tensors.folder})") from error
-    if (wanted := sum(map(len, chosen))) != count:
-        heads, groups, dim = base.attention
+    return list(zip(linear.modules, chosen, strict=True))
+
+
+def _qkv(site: Site, count: int, base: Base) -> Sequence[Tensor]:
+    heads, groups, dim = base.attention
+    wanted = (heads + 2 * groups) * dim
+    if wanted != count and heads % groups == 0:
         raise RunError(
             f"{site.name}: linear_out has {count} rows; {heads} heads in {groups} groups of dimension {dim}, as in the base's "
             f"config.json, make {wanted}: BASE is not the model it was trained on"
         )
-    return list(zip(linear.modules, chosen, strict=True))
+    return rows.qkv(heads, groups, dim)
 
 
 def _fits(adapter: Adapter, site: Site, base: Base) -> Adapter:

@@ -1,5 +1,6 @@
 """How the adapters were trained: the `peft` section of a run's configuration, as Megatron-Bridge writes it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ def settings(run_config: Mapping[str, Any]) -> Settings:
     kind = str(peft.get("_target_", "")).rpartition(".")[2]
     if kind not in _PLAIN_LORA:
         raise RunError(
-            f"{file}: peft._target_ is {peft.get('_target_')!r}; only {', '.join(_PLAIN_LORA)} become PEFT LoRA"
+            f"{file}: peft._target_ is {repr(peft.get('_target_'))[:80]}; only {', '.join(_PLAIN_LORA)} become PEFT LoRA"
         )
     rank, alpha, dropout = (_number(file, peft, name) for name in ("dim", "alpha", "dropout"))
     if rank != int(rank) or rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
@@ -54,5 +55,15 @@ def settings(run_config: Mapping[str, Any]) -> Settings:
 def _number(file: str, peft: Mapping[str, Any], name: str) -> int | float:
     value = peft.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RunError(f"{file}: peft.{name} is {value!r}, a number is needed")
+        raise RunError(f"{file}: peft.{name} is {repr(value)[:80]}, a number is needed")
+    if not is_finite(value):
+        raise RunError(f"{file}: peft.{name} is {repr(value)[:80]}, a finite number is needed")
     return value
+
+
+def is_finite(value: float) -> bool:
+    """Whether it is a number that a float holds, which 10**400 is not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -10,6 +10,7 @@ parallelism, and experts under expert parallelism (`ultra-patches explain bridge
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,10 @@ def compare(
     """Compare every tensor of base and export; differences are absolute, in fp32.
 
     Raises:
-        RunError: names or shapes differ, or a tensor differs by more than the tolerance: the worst is named.
+        RunError: names or shapes differ, or a tensor differs by more than the tolerance: the worst is named. A tolerance that is
+            no number from 0 on.
     """
+    check_tolerance(tolerance)
     folder, export = peft.read(adapter), base.tensors(merged)
     if other := sorted(model.tensors.shapes.keys() ^ export.shapes.keys()):
         side = "BASE" if other[0] in model.tensors.shapes else "MERGED"
@@ -62,6 +65,8 @@ def compare(
     adapted = {f"{module}.weight" for module in folder.modules}
     if stray := sorted(adapted - model.tensors.shapes.keys()):
         raise RunError(f"{stray[0]}: adapted, and not in BASE: the adapter is of another model")
+    if not export.shapes:
+        raise RunError(f"{merged}: no tensor in it; give a merged export of Megatron's")
     seen = [_compare(name, folder, model.tensors, export, tolerance) for name in track(sorted(export.shapes))]
     worst = max(seen, key=lambda one: one.excess)
     if worst.excess > 0:
@@ -73,6 +78,12 @@ def compare(
     largest = max(seen, key=lambda one: one.difference)
     unmoved = tuple(one.name for one in seen if one.name in adapted and one.moved <= one.allowed)
     return Comparison(len(seen), len(adapted), largest.difference, largest.name, unmoved)
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """RunError unless it is a number from 0 on: nothing differs by more than an infinite one, or than NaN."""
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise RunError(f"--tolerance {tolerance}: give the largest absolute difference, a finite number from 0 on")
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ def _compare(
         expected = expected + delta
     difference = (found.float() - expected).abs().nan_to_num(nan=torch.inf)
     allowed = torch.full_like(difference, TOLERANCE if tolerance is None else tolerance)
-    if tolerance is None and found.dtype.itemsize < 4:
+    if tolerance is None and found.dtype.itemsize < 4 and found.dtype.is_floating_point:
         allowed += torch.finfo(found.dtype).eps * expected.abs()
     if not difference.numel():
         return _Seen(name, 0.0, 0.0, 0.0)

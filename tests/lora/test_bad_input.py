@@ -156,7 +156,7 @@ def index(files: Files) -> None:
         (lambda files: (files.base / "model.safetensors").write_bytes(b"short"), r"model\.safetensors: cannot be read"),
         (
             lambda files: (files.base / "model.safetensors.index.json").write_text("[]"),
-            r"index\.json: no index of tensors",
+            r"index\.json: no JSON object but list",
         ),
         (index, r"names model-00002\.safetensors, which is missing"),
     ],

@@ -59,7 +59,7 @@ def test_what_two_base_weights_are_called_is_nothing_to_adapters(files: Files, c
 PREFIX = st.sampled_from(["", "module.", "model.", "model0.", "model1.module.", "module.module."])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(PREFIX, st.sampled_from([IN, OUT, QKV.format(0, "linear_in"), "output_layer.weight"])),
@@ -85,7 +85,7 @@ WORD = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(WORD, max_size=5), st.lists(WORD, max_size=3), st.lists(st.integers(0, 3), max_size=4))
 def test_any_name_is_planned_or_is_one_error(before: list[str], after: list[str], shape: list[int]) -> None:
     from examples.lora.plan import plan

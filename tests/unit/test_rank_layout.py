@@ -15,6 +15,7 @@ from ultra_patches.transfer.layout import (
     Part,
     agree,
     carries_layouts,
+    check_parts,
     message,
     select,
     upstream_handles,
@@ -141,9 +142,18 @@ def test_handles_as_upstream_merges_them() -> None:
 
 
 def test_two_layouts_from_one_gpu_are_an_error_that_names_both_ranks() -> None:
-    known = {"d": Layout(["a"], ["float32"], [[1]], [4]), "e": Layout(["b"], ["float32"], [[1]], [4])}
     with pytest.raises(ValueError, match="ranks 0 and 3 send different layouts from one GPU, GPU-0"):
-        message([part(0), part(1), part(3, "e", gpu="GPU-0")], known, packed=True)
+        check_parts([part(0), part(1), part(3, "e", gpu="GPU-0")])
+
+
+def test_one_rank_that_packs_is_an_error_that_names_both() -> None:
+    with pytest.raises(ValueError, match="rank 0 sends single tensors, rank 2 packed chunks: give `packed` the same"):
+        check_parts([part(0), part(1), Part(2, "GPU-2", "d", "h", packed=True)])
+
+
+@given(layouts(True) | layouts(False))
+def test_a_layout_comes_back_from_its_text(layout: Layout) -> None:
+    assert Layout.of(layout.text()) == layout
 
 
 @pytest.mark.parametrize("names", [[], ["a", "b"], ["format"]])

@@ -58,14 +58,20 @@ def failing(weights: Weights) -> Any:
     raise RuntimeError("exporter broke")
 
 
+def wait(name: str, packed: bool) -> float:
+    """Seconds that a rank waits for another: few only where ranks as released wait for each other without end."""
+    return 8.0 if sys.argv[1] == "off" and packed and name in ("chunks", "shape") else 60.0
+
+
 def run(name: str, packed: bool) -> dict[str, Any]:
+    seconds = wait(name, packed)
     if name == "raises":
         sent = [fill("abcd", 0), fill("abcd", 1)]
-        outcome = probe_ipc.transfer([sent[0], Raising(sent[1])], packed=packed, seconds=8)
+        outcome = probe_ipc.transfer([sent[0], Raising(sent[1])], packed=packed, seconds=seconds)
     else:
         sent = scenarios()[name]
         # 40 bytes hold two of the four-element vectors, so there are several chunks.
-        outcome = probe_ipc.transfer(sent, packed=packed, buffer_bytes=40, seconds=8)
+        outcome = probe_ipc.transfer(sent, packed=packed, buffer_bytes=40, seconds=seconds)
     return {
         "wrong": outcome.wrong(sent),
         "errors": outcome.errors,

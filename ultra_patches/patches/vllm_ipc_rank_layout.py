@@ -38,13 +38,38 @@ def build_receive(original: Callable[..., Any], module: ModuleType) -> Callable[
     return receive_weights
 
 
+def _items(source: Any) -> Any:
+    return source.iter_full() if hasattr(source, "iter_full") else iter(source)
+
+
+def build_send_weights(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    def send_weights(self: Any) -> None:
+        if not rank_transfer.several_ranks():
+            original(self)
+            return
+
+        def nothing() -> None: ...
+
+        # The client speaks on the sender alone, while the other ranks wait in the exchange, and after it in the barrier.
+        rank_transfer.together(self.client.start_weight_update if self.is_sender else nothing)
+        held = self._send(self.source)
+        rank_transfer.together(self.client.finish_weight_update if self.is_sender else nothing)
+        self._post_send_sync()
+        del held
+
+    return send_weights
+
+
 def build_send_unpacked(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _send_unpacked(self: Any, source: Any) -> Any:
         if not rank_transfer.several_ranks():
             return original(self, source)
-        items = source.iter_full() if hasattr(source, "iter_full") else iter(source)
         return rank_transfer.send_unpacked(
-            items, self.gpu_uuid, self.is_sender, lambda weight: module.reduce_tensor(weight)[1], self._do_send
+            lambda: _items(source),
+            self.gpu_uuid,
+            self.is_sender,
+            lambda weight: module.reduce_tensor(weight)[1],
+            self._do_send,
         )
 
     return _send_unpacked
@@ -55,12 +80,15 @@ def build_send_packed(original: Callable[..., Any], module: ModuleType) -> Calla
         if not rank_transfer.several_ranks():
             original(self, source)
             return
-        chunks = module.packed_ipc_producer(
-            iterator=source.iter_full() if hasattr(source, "iter_full") else iter(source),
-            gpu_uuid=self.gpu_uuid,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=self.packed_buffer_size_bytes,
-        )
+
+        def chunks() -> Any:
+            return module.packed_ipc_producer(
+                iterator=_items(source),
+                gpu_uuid=self.gpu_uuid,
+                post_iter_func=lambda item: item[1],
+                buffer_size_bytes=self.packed_buffer_size_bytes,
+            )
+
         rank_transfer.send_packed(chunks, self.gpu_uuid, self.is_sender, self._do_send, self._post_send_sync)
 
     return _send_packed
@@ -73,7 +101,7 @@ def build_static_unpacked(original: Callable[..., Any], module: ModuleType) -> C
             return
         engine = module.IPCWeightTransferEngine
         weights = rank_transfer.send_unpacked(
-            iterator,
+            lambda: iterator,
             gpu_uuid,
             engine._is_rank_zero(),
             lambda weight: module.reduce_tensor(weight)[1],
@@ -91,12 +119,15 @@ def build_static_packed(original: Callable[..., Any], module: ModuleType) -> Cal
             original(iterator, args, gpu_uuid)
             return
         engine = module.IPCWeightTransferEngine
-        chunks = module.packed_ipc_producer(
-            iterator=iterator,
-            gpu_uuid=gpu_uuid,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=args.packed_buffer_size_bytes,
-        )
+
+        def chunks() -> Any:
+            return module.packed_ipc_producer(
+                iterator=iterator,
+                gpu_uuid=gpu_uuid,
+                post_iter_func=lambda item: item[1],
+                buffer_size_bytes=args.packed_buffer_size_bytes,
+            )
+
         rank_transfer.send_packed(
             chunks,
             gpu_uuid,
@@ -119,10 +150,13 @@ def build_gathering(original: Callable[..., Any], module: ModuleType) -> Callabl
             return
         import torch
 
-        args = module.IPCTrainerSendWeightsArgs(**given)
+        def begin() -> tuple[Any, str]:
+            return module.IPCTrainerSendWeightsArgs(**given), _uuid(torch.accelerator.current_device_index())
+
+        args, gpu_uuid = rank_transfer.together(begin)
         weights = rank_transfer.send_unpacked(
-            iterator,
-            _uuid(torch.accelerator.current_device_index()),
+            lambda: iterator,
+            gpu_uuid,
             torch.distributed.get_rank() == 0,
             module.reduce_tensor,
             lambda **fields: _deliver(module, args, fields),
@@ -179,6 +213,7 @@ PATCH = Patch(
             "trainer engine, 0.27 on",
             (
                 _RECEIVE,
+                Target(_MODULE, "IPCTrainerWeightTransferEngine.send_weights", build_send_weights),
                 Target(_MODULE, "IPCTrainerWeightTransferEngine._send_unpacked", build_send_unpacked),
                 Target(_MODULE, "IPCTrainerWeightTransferEngine._send_packed", build_send_packed),
             ),

@@ -33,15 +33,24 @@ class Layout:
     shapes: Sequence[Sequence[int]]
     sizes: Sequence[int] | None
 
-    def digest(self) -> str:
-        """Equal exactly where the layouts are."""
+    def text(self) -> str:
+        """All of it as JSON. Raises TypeError where a name, a dtype, a shape or a size is nothing that JSON has."""
         data = [
             list(self.names),
             list(self.dtype_names),
             [list(s) for s in self.shapes],
             self.sizes and list(self.sizes),
         ]
-        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+        return json.dumps(data)
+
+    @staticmethod
+    def of(text: str) -> Layout:
+        """The layout of which `text` was made."""
+        return Layout(*json.loads(text))
+
+    def digest(self) -> str:
+        """Equal exactly where the layouts are."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,25 @@ class Part:
     digest: str
     handles: Any
     error: str | None = None
+    packed: bool = False
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raise ValueError, naming the ranks, where no message can say what they send. Equal on every rank that has these parts."""
+    rank_of: dict[str, Part] = {}
+    for part in parts:
+        if part.packed != parts[0].packed:
+            kinds = {True: "packed chunks", False: "single tensors"}
+            raise ValueError(
+                f"rank {parts[0].rank} sends {kinds[parts[0].packed]}, rank {part.rank} {kinds[part.packed]}: "
+                "give `packed` the same value on every rank"
+            )
+        other = rank_of.setdefault(part.gpu, part)
+        if other.digest != part.digest:
+            raise ValueError(
+                f"ranks {other.rank} and {part.rank} send different layouts from one GPU, {part.gpu}: "
+                "give each rank a GPU of its own, or let them yield the same"
+            )
 
 
 def agree(parts: Sequence[Part]) -> bool:
@@ -68,15 +96,7 @@ def upstream_handles(parts: Sequence[Part], packed: bool) -> Any:
 
 
 def message(parts: Sequence[Part], layouts: Mapping[str, Layout], packed: bool) -> dict[str, Any]:
-    """The fields of a message for ranks that differ. `layouts` maps a digest to its layout.
-
-    Raises ValueError where two ranks send different layouts from one GPU.
-    """
-    rank_of: dict[str, Part] = {}
-    for part in parts:
-        other = rank_of.setdefault(part.gpu, part)
-        if other.digest != part.digest:
-            raise ValueError(f"ranks {other.rank} and {part.rank} send different layouts from one GPU, {part.gpu}")
+    """The fields of a message for ranks that differ. `layouts` maps a digest to its layout; `check_parts` has passed."""
     order = list(dict.fromkeys(part.digest for part in parts))
     shared = [[part for part in parts if part.digest == digest] for digest in order]
     chosen = [layouts[digest] for digest in order]
@@ -102,6 +122,15 @@ class Selected:
     layout: Layout
     handles: Any
 
+    def where(self, gpu: str) -> str:
+        """How every error begins."""
+        return f"weights from rank {'?' if self.rank is None else self.rank} on GPU {gpu}"
+
+
+def no_entry(gpu: str, listed: str) -> str:
+    """What is wrong with a message that has nothing for a GPU."""
+    return f"no trainer rank sends weights for GPU {gpu} (the message has {listed}): trainer and rollout must run on the same GPUs"
+
 
 def carries_layouts(names: Sequence[Any]) -> bool:
     """Whether a message's `names` field is of the form above."""
@@ -114,7 +143,7 @@ def select(names: Sequence[Any], dtype_names: Any, shapes: Any, sizes: Any, hand
     for index, entry in enumerate(names):
         if entry.get("format") != FORMAT:
             raise ValueError(
-                f"weight transfer message has format {entry.get('format')!r}, this worker reads {FORMAT}: "
+                f"weights from rank ? on GPU {gpu}: the message has format {entry.get('format')!r}, this worker reads {FORMAT}: "
                 "install the same ultra-patches release for trainer and rollout"
             )
         seen |= entry["ranks"]
@@ -122,10 +151,7 @@ def select(names: Sequence[Any], dtype_names: Any, shapes: Any, sizes: Any, hand
             size = sizes[index] if sizes is not None else None
             layout = Layout(entry["names"], dtype_names[index], shapes[index], size)
             return Selected(entry["ranks"][gpu], layout, handles[index][gpu][0])
-    listed = ", ".join(f"rank {rank} on {uuid}" for uuid, rank in seen.items())
-    raise ValueError(
-        f"no trainer rank sends weights for GPU {gpu} (the message has {listed}): trainer and rollout must run on the same GPUs"
-    )
+    raise ValueError(no_entry(gpu, ", ".join(f"rank {rank} on {uuid}" for uuid, rank in seen.items())))
 
 
 def check(selected: Selected, gpu: str, itemsizes: Mapping[str, int], buffer_bytes: int | None) -> None:
@@ -135,7 +161,7 @@ def check(selected: Selected, gpu: str, itemsizes: Mapping[str, int], buffer_byt
     each parameter has its own.
     """
     layout = selected.layout
-    where = f"weights from rank {'?' if selected.rank is None else selected.rank} on GPU {gpu}"
+    where = selected.where(gpu)
     counts = [len(layout.names), len(layout.dtype_names), len(layout.shapes)]
     counts += [] if layout.sizes is None else [len(layout.sizes)]
     if len(set(counts)) != 1:
@@ -143,12 +169,16 @@ def check(selected: Selected, gpu: str, itemsizes: Mapping[str, int], buffer_byt
     offset = 0
     seen: set[str] = set()
     for index, name in enumerate(layout.names):
+        if not isinstance(name, str):
+            raise ValueError(f"{where}: parameter {index} is called {name!r}, which is no name")  # noqa: TRY004 # as all here
         if name in seen:
             raise ValueError(f"{where}: {name} is sent twice in one message")
         seen.add(name)
         itemsize = itemsizes.get(layout.dtype_names[index])
         if itemsize is None:
             raise ValueError(f"{where}: {name} has dtype {layout.dtype_names[index]!r}, which torch does not know")
+        if any(not isinstance(length, int) or length < 0 for length in layout.shapes[index]):
+            raise ValueError(f"{where}: {name} has shape {layout.shapes[index]!r}, which no tensor has")
         if layout.sizes is None or buffer_bytes is None:
             continue
         size, wanted = layout.sizes[index], math.prod(layout.shapes[index]) * itemsize

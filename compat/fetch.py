@@ -24,6 +24,8 @@ from packaging.version import Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
 from remotezip import RangeNotSupported, RemoteZip, RemoteZipError
 
+from ultra_patches.untrusted import shown, without_credentials
+
 
 class FetchError(Exception):
     """What cannot be fetched, from where, and what to do, in one line."""
@@ -41,17 +43,21 @@ def cache() -> Path:
 
 @functools.cache
 def packages(project: str) -> tuple[DistributionPackage, ...]:
-    """Every file that the index lists for a project, by the index that pip or uv are set to."""
+    """Every file that the index lists for a project, by the index that pip or uv are set to.
+
+    No error of a request is passed on, here and below: its text has the address, and that may hold a password or a token.
+    """
     endpoint = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
     try:
         with PyPISimple(endpoint) as client:
             return tuple(client.get_project_page(project, timeout=60).packages)
-    except NoSuchProjectError as error:
-        raise FetchError(f"the package index has no project {project}") from error
+    except NoSuchProjectError:
+        raise FetchError(f"the package index has no project {project}") from None
     except requests.RequestException as error:
-        raise FetchError(f"the package index cannot be read ({type(error).__name__}): check the network") from error
+        raise FetchError(f"the package index cannot be read ({type(error).__name__}): check the network") from None
     except ValueError as error:
-        raise FetchError(f"{endpoint} is no package index ({type(error).__name__}): check UV_DEFAULT_INDEX") from error
+        where = without_credentials(endpoint)
+        raise FetchError(f"{where} is no package index ({type(error).__name__}): check UV_DEFAULT_INDEX") from None
 
 
 def package(project: str, release: str, kind: str) -> DistributionPackage:
@@ -61,7 +67,7 @@ def package(project: str, release: str, kind: str) -> DistributionPackage:
         newest = max((p.version for p in packages(project) if p.version), key=Version, default="none")
         raise FetchError(f"{project} {release} does not exist in the package index (the newest is {newest})")
     if all(p.is_yanked for p in listed):
-        raise FetchError(f"{project} {release} was yanked: {listed[0].yanked_reason or 'no reason given'}")
+        raise FetchError(f"{project} {release} was yanked: {shown(listed[0].yanked_reason or 'no reason given')}")
     fitting = [p for p in listed if p.package_type == kind and _fits(p.filename)]
     if not fitting:
         raise FetchError(f"{project} {release} has no {kind} for this machine in the package index")
@@ -113,9 +119,7 @@ def _download(found: DistributionPackage) -> bytes:
         response = requests.get(found.url, timeout=300)
         response.raise_for_status()
     except requests.RequestException as error:
-        raise FetchError(
-            f"{found.filename} cannot be downloaded ({type(error).__name__}): check the network"
-        ) from error
+        raise FetchError(f"{found.filename} cannot be downloaded ({type(error).__name__}): check the network") from None
     digest = hashlib.sha256(response.content).hexdigest()
     wanted = found.digests.get("sha256", digest)
     if digest != wanted:
@@ -175,8 +179,8 @@ def _read_parts(found: DistributionPackage, names: list[str], kept: Path) -> Non
             have = set(archive.namelist())
             contents = {name: archive.read(name) if name in have else None for name in names}
     except (RemoteZipError, requests.RequestException, *_BROKEN) as error:
-        why = str(error) or type(error).__name__
-        raise FetchError(f"{found.filename} cannot be read ({why}): fetch it again") from error
+        why = shown(error) or type(error).__name__
+        raise FetchError(f"{found.filename} cannot be read ({why}): fetch it again") from None
     try:
         for name, content in contents.items():
             _keep(kept / (f"{name}.absent" if content is None else name), content or b"")

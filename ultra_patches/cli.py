@@ -3,24 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+from ultra_patches.untrusted import shown, without_credentials
 
 SCHEMA = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns 0, 1 where a needed correction is not in force, 2 for input that means nothing."""
+    """Run one command. Returns 0, 1 where a needed correction is not in force, 2 for input that means nothing.
+
+    141 where whoever read the output has gone (`| head`), and 74 where it cannot be written.
+    """
+    _accept_any_text()
     try:
         code = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read the output has gone (`| head`); without this Python complains once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        sys.stderr.flush()
+    except OSError as error:
+        if error.filename is not None:  # no stream
+            raise
+        code = 141 if isinstance(error, BrokenPipeError) else os.EX_IOERR
+        if code != 141:
+            with contextlib.suppress(OSError):
+                _say(f"the output cannot be written: {error.strerror or error}")
+                sys.stderr.flush()
+        _forget_output()
     return code
+
+
+def _accept_any_text() -> None:
+    """An output that takes ASCII only, or that is closed, is no reason to answer otherwise."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 # for the rest of the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _forget_output() -> None:
+    # Without this Python tries once more at exit, and ends with 120.
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _say(text: str) -> None:
+    print(f"ultra-patches: {shown(text)}", file=sys.stderr)
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(without_credentials(json.dumps(data, indent=2)))
 
 
 def _run(argv: list[str] | None) -> int:
@@ -53,7 +95,7 @@ def _run(argv: list[str] | None) -> int:
         return _doctor(args.json, args.imports)
     complaints = _complaints()
     for text in complaints:
-        print(f"ultra-patches: {text}", file=sys.stderr)
+        _say(text)
     if complaints:
         return 2
     if args.command == "status":
@@ -63,7 +105,7 @@ def _run(argv: list[str] | None) -> int:
     wanted = [args.id] if args.command == "explain" else args.ids
     unknown = _unknown(wanted)
     if unknown:
-        print(f"ultra-patches: {unknown}", file=sys.stderr)
+        _say(unknown)
         return 2
     return _explain(args.id) if args.command == "explain" else _verify(args.ids, args.json, args.alone)
 
@@ -120,13 +162,13 @@ def _status(as_json: bool) -> int:
     envelope = _envelope("status")
     conflicts = [upstream["conflict"] for upstream in envelope["upstreams"] if upstream["conflict"]]
     if as_json:
-        print(json.dumps({**envelope, "patches": [row.as_dict() for row in rows]}, indent=2))
+        _print_json({**envelope, "patches": [row.as_dict() for row in rows]})
     else:
         from ultra_patches.report import tables
 
         tables.status(rows, envelope["upstreams"])
         for text in conflicts:
-            print(f"ultra-patches: {text}", file=sys.stderr)
+            _say(text)
     return 1 if any(row.state in BAD for row in rows) else 0
 
 
@@ -139,7 +181,7 @@ def _run_dir(folder: str, as_json: bool) -> int:
     try:
         run = run_report.read(folder)
     except UltraPatchesError as error:
-        print(f"ultra-patches: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     problems = run_report.problems(run)
     if as_json:
@@ -149,13 +191,13 @@ def _run_dir(folder: str, as_json: bool) -> int:
         }
         processes = [asdict(process) for process in run.processes]
         body = {"processes": processes, "groups": groups, "problems": problems}
-        print(json.dumps({**_envelope("run-dir"), **body}, indent=2))
+        _print_json({**_envelope("run-dir"), **body})
     else:
         from ultra_patches.report import tables
 
         tables.run_dir(run)
         for text in problems:
-            print(f"ultra-patches: {text}", file=sys.stderr)
+            _say(text)
     return 1 if problems else 0
 
 
@@ -175,7 +217,7 @@ def _doctor(as_json: bool, imports: bool) -> int:
     findings = examine(imports=imports)
     envelope = _envelope("doctor")
     if as_json:
-        print(json.dumps({**envelope, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        _print_json({**envelope, "findings": [asdict(finding) for finding in findings]})
     else:
         from ultra_patches.report import tables
 
@@ -191,10 +233,10 @@ def _retire(supported: list[str], as_json: bool) -> int:
     try:
         rows = retire(supported)
     except UltraPatchesError as error:
-        print(f"ultra-patches: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     if as_json:
-        print(json.dumps({**_envelope("retire"), "patches": [row.as_dict() for row in rows]}, indent=2))
+        _print_json({**_envelope("retire"), "patches": [row.as_dict() for row in rows]})
     else:
         tables.retire(rows)
     return 0
@@ -210,7 +252,7 @@ def _verify(ids: list[str], as_json: bool, alone: bool) -> int:
     patches = [entry.patch for patch_id, entry in sorted(entries.items()) if not ids or patch_id in ids]
     if as_json:
         rows = list(verify(patches, alone=alone))
-        print(json.dumps({**_envelope("verify"), "patches": [row.as_dict() for row in rows]}, indent=2))
+        _print_json({**_envelope("verify"), "patches": [row.as_dict() for row in rows]})
     else:
         rows = tables.verify(patches, functools.partial(verify, alone=alone))
     return 1 if any(row.verdict in FAILURES for row in rows) else 0

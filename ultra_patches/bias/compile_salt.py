@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ultra_patches import untrusted
 from ultra_patches.patch import Target
 
 
@@ -41,8 +42,8 @@ def caches(root: Path) -> Iterator[tuple[Path, frozenset[str]]]:
     """Each compile cache under vLLM's cache folder, with the patches that it was made with."""
     for path in sorted(Path(root, "torch_compile_cache").glob("*/rank_*/**/cache_key_factors.json")):
         try:
-            config_hash = json.loads(path.read_text(encoding="utf-8"))["config_hash"]
-        except (OSError, ValueError, KeyError, TypeError):
+            config_hash = json.loads(untrusted.read(path))["config_hash"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if isinstance(config_hash, str):
             yield root / path.relative_to(root).parents[-3], patches_of(config_hash)

@@ -16,6 +16,7 @@ from ultra_patches.core.ledger import Entry, PatchStatus, entries
 from ultra_patches.core.order import circles, clashes, in_order
 from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 from ultra_patches.patch import Patch, Target, Verdict
+from ultra_patches.untrusted import without_credentials
 
 _complained: set[str] = set()
 #: What each listener gave: a function to call at each change, and one to call at the end.
@@ -268,6 +269,7 @@ def _status(entry: Entry, decision: Decision | None) -> PatchStatus:
 
 
 def _complain(text: str, chosen: settings.Settings) -> None:
+    text = without_credentials(text)
     if chosen.mode == "strict":
         raise UltraPatchesError(text)
     if text in _complained:

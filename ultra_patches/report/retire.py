@@ -18,6 +18,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from ultra_patches import untrusted
 from ultra_patches.core import discover
 from ultra_patches.core.lock import AFFECTED, UNAFFECTED, Lock, load
 from ultra_patches.core.settings import nearest
@@ -225,7 +226,7 @@ def _checkout() -> Path | None:
     """The root of the source checkout that the package runs from, None where it is installed."""
     root = Path(__file__).parents[2]
     try:
-        ours = 'name = "ultra-patches"' in (root / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+        ours = b'name = "ultra-patches"' in untrusted.read(root / "pyproject.toml").splitlines()
     except OSError:
         return None
     return root if ours else None
@@ -246,7 +247,10 @@ def mentions(root: Path, patch_id: str, module: str) -> tuple[str, ...]:
     word = re.compile(rf"(?<![\w-])(?:{re.escape(patch_id)}|{re.escape(module)})(?![\w-])")
     found = []
     for path in sorted([*root.glob("tests/**/*.py"), *root.glob("compat/test_*.py")]):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = untrusted.read(path).decode(errors="replace")
+        except OSError:  # no file of a test
+            continue
         rows = [str(row) for row, line in enumerate(text.split("\n"), 1) if word.search(line)]
         if rows:
             found.append(f"{path.relative_to(root).as_posix()}:{','.join(rows)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -28,24 +29,23 @@ class RunFolder:
 
     @property
     def groups(self) -> dict[str, dict[str, tuple[Process, ...]]]:
-        found: dict[str, dict[str, tuple[Process, ...]]] = {}
+        found: dict[str, dict[str, list[Process]]] = {}
         for upstream, users in _users(self).items():
             usual = _usual_kinds(upstream, users)
+            group = found.setdefault(upstream, {})
             for user in users:
-                group = found.setdefault(upstream, {})
-                digest = user.digest(upstream, usual)
-                group[digest] = (*group.get(digest, ()), user)
-        return found
+                group.setdefault(user.digest(upstream, usual), []).append(user)
+        return {name: {digest: tuple(users) for digest, users in group.items()} for name, group in found.items()}
 
 
 def read(folder: str | os.PathLike[str]) -> RunFolder:
     """Read every file of a run. Raises UltraPatchesError where there is none, or one of another format."""
     try:
-        names = sorted(
-            path.name for path in Path(folder).iterdir() if path.suffix == ".json" and not path.name.startswith(".")
-        )
-    except OSError as error:
-        raise UltraPatchesError(f"{os.fspath(folder)} cannot be read: {error.strerror}") from error
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if e.name.endswith(".json") and not e.name.startswith("."))
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UltraPatchesError(f"{os.fspath(folder)} cannot be read: {why}") from error
     processes, broken = [], []
     for name in names:
         try:
@@ -92,6 +92,7 @@ def differences(run: RunFolder) -> list[str]:
             patch_id: [usual if (kind := user.kind(patch_id)) == "armed" else kind for user in users]
             for patch_id, usual in _usual_kinds(upstream, users).items()
         }
+        usual_of = {patch_id: _usual(all_kinds) for patch_id, all_kinds in kinds.items()}
         for number, user in enumerate(users):
             found = str(user.imported[upstream])
             if found != version:
@@ -99,7 +100,7 @@ def differences(run: RunFolder) -> list[str]:
             if user.overlay != overlay:
                 lines[f"{user.name}: ultra-patches {user.overlay}, {overlay} in {of_overlay} of {len(users)}"] = None
             for patch_id, all_kinds in kinds.items():
-                kind, of_kind = _usual(all_kinds)
+                kind, of_kind = usual_of[patch_id]
                 mine = all_kinds[number]
                 # Another release may well need another correction; the release itself is named above.
                 if mine == kind or (found != version and {mine, kind} == {IN_FORCE, "not-needed"}):
@@ -126,9 +127,11 @@ def silent(run: RunFolder) -> list[str]:
             rank, world, at = process.launched
             worlds.setdefault((at, world), set()).add(rank)
     for (at, world), ranks in sorted(worlds.items()):
-        missing = sorted(set(range(world)) - ranks)
+        # Not a list of all that are missing: the world is as large as the file says.
+        missing = world - sum(rank < world for rank in ranks)
         if missing:
-            listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            first = itertools.islice((rank for rank in range(world) if rank not in ranks), 8)
+            listed = ", ".join(map(str, first)) + (f" and {missing - 8} more" if missing > 8 else "")
             lines.append(
                 f"rank {listed} of {world} at {at} left no file: no overlay there, or started before "
                 "ULTRA_PATCHES_RUN_DIR was set; put `import ultra_patches` first in every rank"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from ultra_patches.report.doctor import Diagnosis
 from ultra_patches.report.retire import Retirement
 from ultra_patches.report.run_dir import RunFolder
 from ultra_patches.report.spans import spans
+from ultra_patches.untrusted import shown
 
 _COLOURS = {
     "applied": "green",
@@ -34,10 +36,21 @@ _COLOURS = {
 }
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line: rich would end with 1, which says that a correction is not in force."""
+        raise BrokenPipeError
+
+
 def _console() -> Console:
-    console = Console()
+    console = _Console()
     # Where the output is not a terminal there is no width to keep to, and a cut id is of no use.
-    return console if console.is_terminal else Console(width=132)
+    return console if console.is_terminal else _Console(width=132)
+
+
+def _cell(text: object) -> Text:
+    """Plain: reasons and names come from others, and may hold what rich or a terminal would obey."""
+    return Text(shown(text))
 
 
 def _coloured(word: str) -> Text:
@@ -53,21 +66,20 @@ def status(rows: Sequence[PatchStatus], upstreams: Sequence[dict[str, Any]]) -> 
     for row in rows:
         installed = f"{row.upstream} {row.version or '?'}" if row.version else "-"
         late = f"{row.rebound} references rebound; " if row.state is State.APPLIED_LATE else ""
-        table.add_row(row.id, installed, _coloured(row.state.value), late + row.reason)
+        table.add_row(_cell(row.id), _cell(installed), _coloured(row.state.value), _cell(late + row.reason))
     console.print(table)
     for upstream in upstreams:
-        console.print(f"{upstream['name']} {upstream['version']} from {upstream['distribution']}", style="dim")
+        where = f"{upstream['name']} {upstream['version']} from {upstream['distribution']}"
+        console.print(_cell(where), style="dim")
 
 
 def run_dir(report: RunFolder) -> None:
-    """One row for each process of a run."""
-    console = _console()
-    table = Table(box=None, pad_edge=False)
-    for heading in run_report.HEADINGS:
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("pid", "rank"))
-    for row in run_report.table(report):
-        table.add_row(*map(Text, row))
-    console.print(table)
+    """One row for each process of a run. Not a table of rich, which takes seconds for thousands of rows."""
+    rows = [run_report.HEADINGS, *(tuple(map(shown, row)) for row in run_report.table(report))]
+    widths = [min(max(map(cell_len, column)), 60) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
 
 
 def verify(
@@ -88,7 +100,7 @@ def verify(
         note = row.note or (row.without.detail if row.without else "")
         installed = f"{row.upstream} {row.version}" if row.version else "-"
         seen = [_seen(row.without, getattr(row, mode)) for mode in modes]
-        table.add_row(row.id, installed, *seen, _coloured(row.verdict), escape(note))
+        table.add_row(_cell(row.id), _cell(installed), *seen, _coloured(row.verdict), _cell(note))
     console.print(table)
     return rows
 
@@ -106,12 +118,13 @@ def retire(rows: Sequence[Retirement]) -> None:
     for heading in ("patch", "may go", "evidence"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "patch")
     for row in rows:
-        table.add_row(row.id, "yes" if row.retirable else "no", row.evidence)
+        table.add_row(_cell(row.id), "yes" if row.retirable else "no", _cell(row.evidence))
     console.print(table)
     for row in filter(lambda row: row.retirable, rows):
-        console.print(f"{row.id}: delete {', '.join(row.files)} and the entry point {row.entry_point}", soft_wrap=True)
+        delete = f"{row.id}: delete {', '.join(row.files)} and the entry point {row.entry_point}"
+        console.print(_cell(delete), soft_wrap=True)
         if row.tests:
-            console.print(f"  look through {', '.join(row.tests)}", soft_wrap=True, style="dim")
+            console.print(_cell(f"  look through {', '.join(row.tests)}"), soft_wrap=True, style="dim")
 
 
 def doctor(findings: Sequence[Diagnosis], upstreams: Sequence[dict[str, Any]]) -> None:
@@ -119,16 +132,16 @@ def doctor(findings: Sequence[Diagnosis], upstreams: Sequence[dict[str, Any]]) -
     console = _console()
     for finding in findings:
         # Unbroken, so that what is to be typed can be copied.
-        what = Text.assemble(_coloured(finding.severity), f" {finding.check}: {finding.what}")
+        what = Text.assemble(_coloured(finding.severity), shown(f" {finding.check}: {finding.what}"))
         console.print(what, soft_wrap=True, highlight=False)
         for heading in ("where", "means", "do"):
-            line = Text.assemble((f"  {heading:6}", "dim"), getattr(finding, heading))
+            line = Text.assemble((f"  {heading:6}", "dim"), shown(getattr(finding, heading)))
             console.print(line, soft_wrap=True, highlight=False)
     if not findings:
         seen = (
             ", ".join(f"{upstream['name']} {upstream['version']}" for upstream in upstreams) or "no upstream installed"
         )
-        console.print(Text(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
+        console.print(_cell(f"nothing found that keeps a patch from a process ({seen})"), soft_wrap=True)
 
 
 def affected(patch: Patch) -> str:
@@ -163,5 +176,5 @@ def explain(patch: Patch) -> None:
         ("checked", patch.last_checked),
         ("from", patch.origin),
     ):
-        grid.add_row(name, escape(value))
+        grid.add_row(name, Text("\n".join(map(shown, value.split("\n")))))
     console.print(grid)

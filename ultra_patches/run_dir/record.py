@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ultra_patches import untrusted
 from ultra_patches.errors import UltraPatchesError
 
 FORMAT = 1
@@ -56,29 +56,50 @@ class Process:
 
 
 def process_of(name: str, data: Mapping[str, Any]) -> Process:
-    installed = {str(key): value["version"] for key, value in data["upstreams"].items()}
+    """What a file of this name holds. Raises TypeError, KeyError or AttributeError where that is no process."""
+    installed = {key: _optional(_text, value["version"]) for key, value in data["upstreams"].items()}
     imported = {key: version for key, version in installed.items() if data["upstreams"][key]["imported"]}
     patches = {
-        str(key): (str(value["upstream"]), str(value["state"]), str(value["reason"]))
+        key: (_text(value["upstream"]), _text(value["state"]), _text(value["reason"]))
         for key, value in data["patches"].items()
     }
     given = data.get("launched")
     return Process(
         file=name,
-        host=str(data["host"]),
-        pid=int(data["pid"]),
-        ppid=int(data["ppid"]),
-        rank=None if data["rank"] is None else int(data["rank"]),
-        role=str(data["role"]),
-        python=str(data["python"]),
-        overlay=str(data["overlay"]),
-        time=str(data["time"]),
+        host=_text(data["host"]),
+        pid=_whole(data["pid"]),
+        ppid=_whole(data["ppid"]),
+        rank=_optional(_whole, data["rank"]),
+        role=_text(data["role"]),
+        python=_text(data["python"]),
+        overlay=_text(data["overlay"]),
+        time=_text(data["time"]),
         imported=imported,
         installed=installed,
         patches=patches,
-        children=tuple((int(child["pid"]), str(child["name"])) for child in data.get("children", ())),
-        launched=(int(given["rank"]), int(given["world"]), str(given["at"])) if given else None,
+        children=tuple((_whole(child["pid"]), _text(child["name"])) for child in data.get("children", ())),
+        launched=(_whole(given["rank"]), _whole(given["world"]), _text(given["at"])) if given else None,
     )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    # Wide enough for every pid, rank and world, and short enough to print.
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise TypeError(f"{value!r:.40} is no number of a process")
+    return value
+
+
+_Value = TypeVar("_Value")
+
+
+def _optional(of: Callable[[Any], _Value], value: Any) -> _Value | None:
+    return None if value is None else of(value)
 
 
 def read(path: Path) -> Process:
@@ -88,8 +109,8 @@ def read(path: Path) -> Process:
     where another release wrote it in another format.
     """
     try:
-        data = json.loads(_bytes(path))
-        if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+        data = json.loads(untrusted.read(path))
+        if isinstance(data, dict) and _whole(data.get("format", FORMAT)) != FORMAT:
             by = f"ultra-patches {data.get('overlay')}"
             raise UltraPatchesError(
                 f"{path} has format {data['format']!r}, not {FORMAT}: read it with {by}, which wrote it"
@@ -97,13 +118,3 @@ def read(path: Path) -> Process:
         return process_of(path.name, data)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} is no whole file of ultra-patches") from error
-
-
-def _bytes(path: Path) -> bytes:
-    for _ in range(3):
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # on NFS: replaced by another host while it was open here
-                raise
-    return path.read_bytes()

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ultra_patches.core.facts import UPSTREAMS
@@ -37,9 +38,9 @@ def write(folder: str | os.PathLike[str], rows: Sequence[PatchStatus], host: str
     pid = os.getpid()
     # A pid is used again, and by containers of the same name at once: the time tells the processes apart.
     name = f"{re.sub(r'[^A-Za-z0-9.-]', '_', host)[:100]}-{pid}-{_started.setdefault(pid, time.time_ns())}.json"
-    text = json.dumps(_content(rows, host, pid), indent=1)
     temporary = Path(folder, f".{name}.{threading.get_ident()}.{next(_count)}.tmp")
     try:
+        text = json.dumps(_content(rows, host, pid), indent=1)
         Path(folder).mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("x", encoding="ascii") as file:
@@ -49,7 +50,7 @@ def write(folder: str | os.PathLike[str], rows: Sequence[PatchStatus], host: str
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+    except Exception as error:  # noqa: BLE001 # a null character in the path, a row of a broken declaration: no end of a user's program
         why = (error.strerror if isinstance(error, OSError) else None) or error
         return f"ULTRA_PATCHES_RUN_DIR={os.fspath(folder)!r} cannot be written ({why}): name a folder that every process may write"
     return None
@@ -121,6 +122,24 @@ def _role() -> str:
     return (Path(sys.argv[0]).name if sys.argv else "") or "python"
 
 
+_THAT_FORK_TO_RUN = {("subprocess", "_execute_child"), ("os", "_spawnvef"), ("pty", "spawn")}
+
+
+def _becomes_another_program() -> bool:
+    """Whether this fork is one that the standard library makes only to run something else in it: its file would tell lies.
+
+    `subprocess` calls the hooks of a fork where it is given `preexec_fn`.
+    """
+    caller: FrameType | None = sys._getframe(2)  # of `_forked`: whoever forks
+    for _ in range(2):
+        if caller is None:
+            break
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) in _THAT_FORK_TO_RUN:
+            return True
+        caller = caller.f_back
+    return False
+
+
 #: The writer of this process, while the overlay is armed.
 _kept: list[Writer] = []
 
@@ -173,7 +192,7 @@ class Writer:
 
     def _forked(self) -> None:
         self._busy = threading.Lock()  # a thread of the parent may have held it
-        if self._stopped:
+        if self._stopped or _becomes_another_program():
             return
         self._again()
         util = sys.modules.get("multiprocessing.util")

@@ -23,6 +23,7 @@ from ultra_patches.transfer.layout import (
     select,
     upstream_handles,
 )
+from ultra_patches.untrusted import without_credentials
 
 #: Sends one message: names, dtype_names, shapes, ipc_handles and, where packed, tensor_sizes.
 Send = Callable[..., None]
@@ -172,7 +173,7 @@ def _gather(value: Any, failure: BaseException | None = None) -> list[Any]:
 
 def _line(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {without_credentials(str(error))}"
     except Exception:  # noqa: BLE001 # the other ranks wait for an answer, whatever the error is like
         return type(error).__name__
 

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from packaging.utils import canonicalize_name
+
 from ultra_patches.core import apply, facts, hooks, overlay, settings
 from ultra_patches.core.evidence import decisions, sources_of
 from ultra_patches.core.gate import BAD, Action, State, choose
@@ -60,7 +62,7 @@ def installed(*names: str) -> tuple[Installed, ...]:
     for name in names:
         for distribution in metadata.distributions(name=name):
             path = Path(str(getattr(distribution, "_path", distribution.locate_file(""))))
-            points = frozenset((p.group, p.name, p.value) for p in distribution.entry_points)
+            points = _points(distribution)
             version = facts.field_of(distribution, "Version")
             # The path may hold one folder twice, or a link to it.
             found.setdefault(path.resolve(), Installed(name, version, path, _home(distribution), points))
@@ -72,18 +74,31 @@ def _home(distribution: metadata.Distribution) -> Path:
     try:
         given = json.loads(distribution.read_text("direct_url.json") or "{}")
         if given.get("dir_info", {}).get("editable"):
-            return Path(unquote(urlsplit(given["url"]).path))
-    except (ValueError, AttributeError, KeyError, TypeError):
+            home = Path(unquote(urlsplit(given["url"]).path))
+            home.resolve()  # raises ValueError for a null character
+            return home
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError, OSError):
         pass
     return Path(str(distribution.locate_file("")))
 
 
 def entry_points() -> frozenset[Point]:
     """Every entry point that others find, which are those of the first distribution of each name."""
-    every = metadata.entry_points()
-    return frozenset(
-        (point.group, point.name, point.value) for group in every.groups for point in every.select(group=group)
-    )
+    # Not `metadata.entry_points`, which ends with the first distribution that cannot be read.
+    first: dict[str, frozenset[Point]] = {}
+    for distribution in metadata.distributions():
+        try:
+            first.setdefault(canonicalize_name(distribution.metadata["Name"]), _points(distribution))
+        except Exception:  # noqa: BLE001, S112 # it has no name by which another could hide it, and none of ours is like that
+            continue
+    return frozenset().union(*first.values())
+
+
+def _points(distribution: metadata.Distribution) -> frozenset[Point]:
+    try:
+        return frozenset((p.group, p.name, p.value) for p in distribution.entry_points)
+    except Exception:  # noqa: BLE001 # metadata may be anything, and so may what reading it raises
+        return frozenset()
 
 
 def copies(upstream: facts.Upstream) -> tuple[Path, ...]:
@@ -104,12 +119,14 @@ def rewritten(upstream: facts.Upstream) -> dict[Path, list[str]]:
         if Path(str(d.locate_file(""))).resolve() == top.resolve()
     )
     # Not `distribution.files`, which stats each of thousands.
-    lines = csv.reader(
-        ((distribution.read_text("RECORD") if (distribution := next(beside, None)) else "") or "").splitlines()
-    )
-    recorded = {
-        line[0]: line[1].removeprefix("sha256=") for line in lines if line[1:] and line[1].startswith("sha256=")
-    }
+    try:
+        distribution = next(beside, None)
+        lines = csv.reader(((distribution.read_text("RECORD") if distribution else "") or "").splitlines())
+        recorded = {
+            line[0]: line[1].removeprefix("sha256=") for line in lines if line[1:] and line[1].startswith("sha256=")
+        }
+    except (csv.Error, ValueError, OSError):  # such a RECORD says nothing
+        return {}
     changed: dict[Path, list[str]] = {}
     for key in dict.fromkeys(k for e in entries.values() if e.patch.upstream == upstream.name for k in e.patch.keys):
         module, _, name = key.partition(":")

@@ -84,7 +84,7 @@ def site(tmp_path: Path) -> Site:
     made = Site(tmp_path / "site", tmp_path)
     made.library("packaging", "rich", "markdown_it", "mdurl", "pygments")
     made.distribution("vllm", "0.26.0")
-    made.write("vllm")
+    made.write("vllm.config.vllm")
     return made
 
 

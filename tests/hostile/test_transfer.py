@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_message_is_a_clear_error_before_anything_is_loaded
     assert found["unclear"] == []
     assert set(found["counts"]) == {"right", "clear error", "refused by vLLM when it is read"}
     assert sum(found["counts"].values()) == MESSAGES
-    assert min(found["counts"].values()) > 20, "the messages are of every kind"
+    assert min(found["counts"].values()) > 10, "the messages are of every kind"
 
 
 def test_as_released_wrong_weights_are_loaded_and_errors_name_no_rank() -> None:

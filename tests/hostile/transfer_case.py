@@ -30,7 +30,7 @@ from ultra_patches.transfer import probe as probe_ipc
 
 #: What a rank waits for another at most: with the overlay it never comes to that, as released it is what is looked at.
 WAIT_S = {"with": 60.0, "without": 3.0}
-MESSAGES = 250
+MESSAGES = 150
 
 
 class UnprintableError(Exception):

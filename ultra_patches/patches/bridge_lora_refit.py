@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ultra_patches import flags
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.lora.toys import probe_refit
 from ultra_patches.patch import Patch, Target, Variant
@@ -14,7 +14,7 @@ from ultra_patches.stand_ins.gpu_packages import stand_in_for_gpu_packages
 
 _CONVERSION = "megatron.bridge.models.conversion"
 #: `1`: whoever receives the weights knows their `.base_layer` names.
-ALLOW = "ULTRA_PATCHES_ALLOW_UNMERGED"
+ALLOW = flags.ALLOW_UNMERGED
 #: What is part of the name of a Megatron parameter that an adapter wraps, or of the adapter's own.
 _MARKS = (".to_wrap.", ".adapter.", ".lora_")
 #: Names that an error lists.
@@ -34,7 +34,7 @@ def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
         models, tasks = call.arguments["megatron_model"], call.arguments["conversion_tasks"]
         models = models if isinstance(models, list) else [models]
         if not call.arguments["merge_adapter_weights"]:
-            if os.environ.get(ALLOW, "").strip() != "1":
+            if not flags.is_on(ALLOW):
                 _refuse_unmerged(self, models, tasks, can_merge)
         else:
             _refuse_dora(models)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ultra_patches import received
+from ultra_patches import flags, received
 from ultra_patches.errors import UltraPatchesWarning
 from ultra_patches.reload.upstream import LAYERWISE, LayerInfo, is_attention, is_open, is_waiting, never_counted
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     Build: TypeAlias = Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
 
 #: Set to 1, no layer takes its new weights before the session ends, at the price of holding all of them until then.
-ATOMIC = "ULTRA_PATCHES_ATOMIC_RELOAD"
+ATOMIC = flags.ATOMIC_RELOAD
 
 
 class Rule(str, Enum):
@@ -256,7 +255,7 @@ def process(seam: Seam) -> Callable[..., Any]:
             return
         state = _layers.get(layer) or LayerState(Session())
         session = state.session
-        if Rule.ABANDON in rules and os.environ.get(ATOMIC) == "1" and not session.is_ending:
+        if Rule.ABANDON in rules and flags.is_on(ATOMIC) and not session.is_ending:
             return
         waiting = dict(layer._parameters)
         with _live_in_place(layerwise, layer, state):

@@ -165,7 +165,7 @@ def check_settings(chosen: settings.Settings, ids: Collection[str], unread: Sequ
         yield Diagnosis("entry points", "problem", text, "installed metadata", "that patch is not set", "pip check")
     for text in chosen.complaints:
         means = "what you meant is not in force, and with ULTRA_PATCHES=strict the import of ultra_patches is an error"
-        name = "".join(re.findall("^[A-Z_]+", text))
+        name = "".join(re.findall(r"^[^\s:=]+", text))
         yield Diagnosis("settings", "problem", text, _ENVIRONMENT, means, f"correct {name}, or unset {name}")
     excluded: dict[str, list[str]] = {}
     for patch_id in sorted(ids):

@@ -98,8 +98,11 @@ def _run(argv: list[str] | None) -> int:
         _say(text)
     if complaints:
         return 2
+    unread = _unread()
+    for text in unread:
+        _say(text)
     if args.command == "status":
-        return _run_dir(args.run_dir, args.json) if args.run_dir is not None else _status(args.json)
+        return _run_dir(args.run_dir, args.json) if args.run_dir is not None else _status(args.json, unread)
     if args.command == "retire":
         return _retire(args.supported, args.json)
     wanted = [args.id] if args.command == "explain" else args.ids
@@ -115,6 +118,13 @@ def _complaints() -> tuple[str, ...]:
     from ultra_patches.core.ledger import entries
 
     return settings.read(entries).complaints
+
+
+def _unread() -> list[str]:
+    """One line for each declaration of a patch that cannot be used."""
+    from ultra_patches.core import discover
+
+    return discover.patches()[1]
 
 
 def _unknown(ids: list[str]) -> str | None:
@@ -154,7 +164,7 @@ def _envelope(kind: str) -> dict[str, Any]:
     }
 
 
-def _status(as_json: bool) -> int:
+def _status(as_json: bool, unread: list[str]) -> int:
     import ultra_patches
     from ultra_patches.core.gate import BAD
 
@@ -162,14 +172,14 @@ def _status(as_json: bool) -> int:
     envelope = _envelope("status")
     conflicts = [upstream["conflict"] for upstream in envelope["upstreams"] if upstream["conflict"]]
     if as_json:
-        _print_json({**envelope, "patches": [row.as_dict() for row in rows]})
+        _print_json({**envelope, "patches": [row.as_dict() for row in rows], "unread": unread})
     else:
         from ultra_patches.report import tables
 
         tables.status(rows, envelope["upstreams"])
         for text in conflicts:
             _say(text)
-    return 1 if any(row.state in BAD for row in rows) else 0
+    return 1 if unread or any(row.state in BAD for row in rows) else 0
 
 
 def _run_dir(folder: str, as_json: bool) -> int:

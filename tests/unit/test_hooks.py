@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ultra_patches.core import hooks
+from ultra_patches.core import guard, hooks
+from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
 
 Write = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("own_hooks")
@@ -150,17 +151,28 @@ def test_called_again_on_import_after_removal(stub: Write, hook: Hook, calls: Ca
     assert first is not second
 
 
-def test_a_hook_that_raises_fails_the_import_each_time(stub: Write) -> None:
+def refuse(module: ModuleType, late: bool) -> None:
+    raise RuntimeError("not like this")
+
+
+def test_a_hook_that_raises_fails_the_import_each_time_in_strict_mode(
+    stub: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ULTRA_PATCHES", "strict")
     stub(LEAF)
-
-    def refuse(module: ModuleType, late: bool) -> None:
-        raise RuntimeError("not like this")
-
     hooks.watch(LEAF, refuse)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="not like this"):
+        with pytest.raises(UltraPatchesError, match="not like this"):
             importlib.import_module(LEAF)
         assert LEAF not in sys.modules
+
+
+def test_a_hook_that_raises_is_a_warning_else(stub: Write) -> None:
+    stub(LEAF)
+    hooks.watch(LEAF, refuse)
+    guard.forget()
+    with pytest.warns(UltraPatchesWarning, match=r"RuntimeError: not like this"):
+        importlib.import_module(LEAF)
 
 
 def test_a_module_that_fails_does_not_call(stub: Write, hook: Hook, calls: Calls) -> None:

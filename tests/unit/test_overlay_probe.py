@@ -70,14 +70,17 @@ def test_clean_is_not_needed(vllm: Site) -> None:
 def test_inconclusive_is_drifted_and_said(vllm: Site) -> None:
     vllm.declare("toy = declare('toy', (META, 'f'), probe_after=(META,))", "toy")
     ended = vllm.run(f"import ultra_patches, {META}\nreport(row('toy'))")
-    assert (ended.value["state"], ended.value["reason"]) == ("drifted", "the probe says: no answer")
+    assert (ended.value["state"], ended.value["reason"]) == (
+        "drifted",
+        "the probe says: no answer: run `ultra-patches verify toy`",
+    )
     assert ended.stderr.count("toy is drifted") == 1
 
 
-def test_a_probe_that_raises_is_failed_and_the_import_goes_on(vllm: Site) -> None:
+def test_a_probe_that_raises_is_drifted_and_the_import_goes_on(vllm: Site) -> None:
     vllm.declare("toy = declare('toy', (META, 'f'), probe=lambda: 1 / 0, probe_after=(META,))", "toy")
     row, value = vllm.ask(f"import ultra_patches, {META} as meta\nreport([row('toy'), meta.f()])")
-    assert (row["state"], value) == ("failed", "upstream")
+    assert (row["state"], value) == ("drifted", "upstream")
     assert "ZeroDivisionError" in row["reason"]
 
 
@@ -130,6 +133,54 @@ def test_a_conflict_says_how_the_foreign_code_behaves(vllm: Site, result: str, s
     row = vllm.ask(f"import {META} as meta\nmeta.f = lambda: 'theirs'\nimport ultra_patches\nreport(row('toy'))")
     assert row["state"] == "conflict"
     assert said in row["reason"]
+
+
+def test_a_probe_that_ends_its_process_is_drifted(vllm: Site) -> None:
+    vllm.declare(
+        "import os\n\ntoy = declare('toy', (META, 'f'), probe=lambda: os._exit(3), probe_after=(META,))", "toy"
+    )
+    row, value = vllm.ask(f"import ultra_patches, {META} as meta\nreport([row('toy'), meta.f()])")
+    assert (row["state"], value) == ("drifted", "upstream")
+    assert "the process ended with 3" in row["reason"]
+
+
+def test_probes_that_do_not_end_are_ended(vllm: Site) -> None:
+    vllm.declare(
+        "import time\n\ntoy = declare('toy', (META, 'f'), probe=lambda: time.sleep(600), probe_after=(META,))", "toy"
+    )
+    verdict, detail = vllm.ask("""
+        from ultra_patches.core import probing
+        from ultra_patches.core.ledger import entries
+        import ultra_patches
+        finding = probing.ask([entries["toy"].patch], limit_s=1.5)["toy"].finding
+        report([finding.verdict.value, finding.detail])
+    """)
+    assert (verdict, detail) == ("inconclusive", "no answer within 2 s")
+
+
+def test_a_program_that_embeds_python_has_no_process_for_the_probe(vllm: Site) -> None:
+    vllm.declare(PROBED, "toy")
+    row = vllm.ask(f"import sys\nsys.executable = ''\nimport ultra_patches, {META}, {LAYERWISE}\nreport(row('toy'))")
+    assert row["state"] == "drifted"
+    assert "this program embeds Python" in row["reason"]
+
+
+def test_a_conflict_is_not_probed_where_other_threads_run(vllm: Site) -> None:
+    """The probe would have to run in this process, which alone has the foreign function."""
+    vllm.declare(
+        "toy = declare('toy', (META, 'f'), probe=lambda: 1 / 0, probe_after=(META,))\nknown('affected', toy)", "toy"
+    )
+    row = vllm.ask(f"""
+        import threading, {META} as meta
+        stop = threading.Event()
+        threading.Thread(target=stop.wait).start()
+        meta.f = lambda: 'theirs'
+        import ultra_patches
+        stop.set()
+        report(row('toy'))
+    """)
+    assert row["state"] == "conflict"
+    assert "`ultra-patches verify toy` says how it behaves" in row["reason"]
 
 
 def test_a_conflict_names_verify_where_the_probe_cannot_run_here(vllm: Site) -> None:

@@ -239,9 +239,11 @@ def _bindings(packages: Mapping[int, str], modules: Sequence[object]) -> Iterato
     """Where functions are bound: namespace, name and id(). `packages` has the top-level package of each by its id()."""
     searched = frozenset(packages.values())
     for module in modules:
-        if not isinstance(module, ModuleType):
+        # By its type: `isinstance` would also ask the object, which may be anything in `sys.modules`.
+        if not issubclass(type(module), ModuleType):
             continue
-        package = module.__name__.partition(".")[0]
+        title = vars(module).get("__name__")
+        package = title.partition(".")[0] if isinstance(title, str) else ""
         # Classes are searched only where the upstream's own live: everyone else binds at module level.
         own = package in searched
         if not own and packages.keys().isdisjoint(map(id, list(vars(module).values()))):
@@ -249,7 +251,7 @@ def _bindings(packages: Mapping[int, str], modules: Sequence[object]) -> Iterato
         for key, value in list(vars(module).items()):
             if id(value) in packages:
                 yield module, key, id(value)
-            elif own and issubclass(type(value), type) and value.__module__ == module.__name__:
+            elif own and issubclass(type(value), type) and value.__module__ == title:
                 for name, member in list(vars(value).items()):
                     if packages.get(id(member)) == package:
                         yield value, name, id(member)

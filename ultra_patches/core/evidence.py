@@ -13,6 +13,7 @@ from ultra_patches.core.gate import Decision, Evidence, decide_all
 from ultra_patches.core.ledger import entries
 from ultra_patches.core.order import clashes
 from ultra_patches.core.settings import Settings
+from ultra_patches.errors import one_line
 from ultra_patches.patch import Patch
 
 
@@ -40,15 +41,18 @@ def decisions(chosen: Settings, ids: Iterable[str] | None = None) -> dict[str, D
 def _evidence(patch: Patch) -> Evidence:
     from ultra_patches.core import verdicts
 
-    upstream = upstream_of(patch.upstream)
-    sources = sources_of(patch)
-    return Evidence(upstream, sources, verdicts.recall(patch, sources) if upstream else None)
+    try:
+        upstream = upstream_of(patch.upstream)
+        sources = sources_of(patch)
+        return Evidence(upstream, sources, verdicts.recall(patch, sources) if upstream else None)
+    except Exception as error:  # noqa: BLE001 # what cannot be looked at for one patch must not end the others
+        return Evidence(None, {}, failure=f"{patch.upstream} cannot be looked at ({one_line(error)}): report it")
 
 
 def upstream_of(name: str) -> Upstream | None:
     """Where an upstream would be imported from, looked up once for each state of the path."""
     package = name.split("-", maxsplit=1)[0]
-    return _located(name, package in sys.modules, tuple(sys.path))
+    return _located(name, package in sys.modules, tuple(facts.search_path()))
 
 
 @functools.lru_cache(maxsize=32)

@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -52,10 +53,12 @@ class Upstream:
         """The file of a module in the tree that holds this package, None where there is none."""
         # megatron-core also carries megatron.training, so the path starts at the top-level package.
         base = self.root.parents[self.package.count(".")].joinpath(*module.split("."))
-        for candidate in (base / "__init__.py", base.with_name(base.name + ".py")):
-            if candidate.is_file():
-                return candidate
-        return None
+        return next(filter(is_file, (base / "__init__.py", base.with_name(base.name + ".py"))), None)
+
+
+def is_file(path: Path) -> bool:
+    """As the import system sees it: a folder that may not be searched holds nothing. `Path.is_file` raises there."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def locate(name: str) -> Upstream | None:
@@ -71,11 +74,22 @@ def locate(name: str) -> Upstream | None:
     return Upstream(name, package, root, version, claimant, claimed)
 
 
+def search_path() -> list[str]:
+    """`sys.path` without what is no text: imports leave that out, and the search for metadata raises on it."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def torch_version() -> str | None:
+    """The version of torch with its build, such as 2.9.0+cu130, without importing it; None where there is none."""
+    root = _package_root("torch")
+    return _stated_version(root / "version.py") if root else None
+
+
 def _package_root(package: str) -> Path | None:
     top, *rest = package.split(".")
     for folder in _search_path(top):
         root = Path(folder, *rest)
-        if (root / "__init__.py").is_file():
+        if is_file(root / "__init__.py"):
             return root
     return None
 
@@ -92,23 +106,32 @@ def _search_path(top: str) -> list[str]:
 
 
 def field_of(distribution: metadata.Distribution | None, field: str) -> str | None:
-    """A field of the metadata. Indexing warns, and raises under -W error, where the METADATA file is missing."""
-    return distribution.metadata[field] if distribution and field in distribution.metadata else None
+    """A field of the metadata; None where the METADATA file is missing, is not UTF-8 or may not be read."""
+    try:
+        # Indexing a missing field warns, and raises under -W error.
+        return str(distribution.metadata[field]) if distribution and field in distribution.metadata else None
+    except (OSError, ValueError):
+        return None
 
 
 def _distribution(names: tuple[str, ...], root: Path) -> metadata.Distribution | None:
     """The distribution beside the package, whichever of the names it has, else the first on the path."""
-    found = [d for name in names for d in metadata.distributions(name=name)]
-    real = root.resolve()
-    beside = [d for d in found if real.is_relative_to(Path(str(d.locate_file(""))).resolve())]
+    found = [d for name in names for d in metadata.distributions(name=name, path=search_path())]
+    real = _real(root)
+    beside = [d for d in found if real.is_relative_to(_real(d.locate_file("")))]
     return next(iter(beside or found), None)
+
+
+def _real(path: object) -> Path:
+    return Path(os.path.realpath(str(path)))  # `Path.resolve` raises where links go in a circle
 
 
 def _stated_version(path: Path) -> str | None:
     """Read `version`, `__version__` or MAJOR, MINOR, PATCH, PRE_RELEASE from literal assignments, running nothing."""
     try:
         tree = ast.parse(_decoded(path))
-    except (OSError, SyntaxError, ValueError):  # ValueError: zeros before Python 3.12, or not the stated encoding
+    # ValueError: zeros before Python 3.12, or not the stated encoding; the last two: too deep for the parser.
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     stated: dict[str, object] = {}
     for node in tree.body:
@@ -139,7 +162,10 @@ def _read_source(text: str, name: str) -> fingerprint.Fingerprint | None:
 
 
 def read_source(upstream: Upstream, key: str) -> fingerprint.Fingerprint | None:
-    """Fingerprint `module:name` from the file on disk, None where the file or the function is missing."""
+    """Fingerprint `module:name` from the file on disk, None where the file or the function is missing.
+
+    Raises RecursionError or MemoryError where the file is nested too deeply for the parser.
+    """
     module, _, name = key.partition(":")
     path = upstream.path_of(module)
     if path is None:

@@ -66,6 +66,8 @@ class Evidence:
     sources: Mapping[str, Fingerprint]
     #: The verdict that `ultra-patches verify` kept for exactly these sources, if it did.
     remembered: Verdict | None = None
+    #: Why none of this could be gathered.
+    failure: str | None = None
 
 
 def digests(patch: Patch, variant: Variant | None, sources: Mapping[str, Fingerprint]) -> dict[str, str]:
@@ -152,6 +154,8 @@ def decide(patch: Patch, evidence: Evidence, lock: Lock, settings: Settings) -> 
     excluded = settings.excludes(patch.id)
     if excluded:
         return Decision(Action.NOTHING, State.DISABLED, excluded)
+    if evidence.failure is not None:
+        return Decision(Action.NOTHING, State.FAILED, evidence.failure)
     upstream = evidence.upstream
     if upstream is None:
         return Decision(Action.NOTHING, State.NOT_INSTALLED, f"{patch.upstream} is not installed")

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from ultra_patches.core import guard
+
 _Callback = Callable[[ModuleType, bool], None]
 
 _watched: dict[str, _Callback] = {}
@@ -58,7 +60,8 @@ def settle() -> None:
         _unfinished.discard(name)
         callback = _watched.get(name)
         if module is not None and callback is not None:
-            callback(module, True)
+            with guard.door(f"what waits for {name}"):
+                callback(module, True)
 
 
 def ready(name: str, executed: str) -> bool:
@@ -128,7 +131,8 @@ class _Loader(importlib.abc.Loader):
             spec.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._callback(module, False)
+        with guard.door(f"what waits for {module.__name__}"):
+            self._callback(module, False)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import warnings
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 
-from ultra_patches.core import apply, discover, facts, hooks, ledger, settings, stack
+from ultra_patches.core import apply, discover, facts, guard, hooks, ledger, probing, settings, stack, verdicts
 from ultra_patches.core.apply import Swap
 from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
 from ultra_patches.core.ledger import Entry, PatchStatus, entries
 from ultra_patches.core.order import circles, clashes, in_order
-from ultra_patches.errors import UltraPatchesError, UltraPatchesWarning
-from ultra_patches.patch import Patch, Target, Verdict
+from ultra_patches.errors import UltraPatchesError, one_line
+from ultra_patches.patch import Finding, Patch, Target, Verdict
+from ultra_patches.stand_ins import ambient
 from ultra_patches.untrusted import without_credentials
 
-_complained: set[str] = set()
+#: What probes saw in this process's time, by what it holds for.
+_seen: dict[str, probing.Probed] = {}
 #: What each listener gave: a function to call at each change, and one to call at the end.
 _listeners: list[tuple[Callable[[], str | None], Callable[[], None]]] = []
 
@@ -40,18 +43,22 @@ def arm() -> None:
     patches, complaints = discover.patches()
     chosen = settings.read(patches)
     if settings.own_command():
-        # The command reports wrong settings itself, and must not end in strict mode before it says why a patch is not set.
+        # The command says what is wrong itself, and must not end in strict mode before it says why a patch is not set.
+        complaints = []
         chosen = replace(chosen, mode="off" if chosen.mode == "off" else "warn", complaints=())
     for text in (*complaints, *chosen.complaints):
         _complain(text, chosen)
+    distrusted = verdicts.distrusted() if chosen.mode != "off" else None
+    if distrusted is not None:
+        guard.say(distrusted)
     ledger.declare(in_order(patches).values())
     if _listeners:
         for package, _, _ in facts.UPSTREAMS.values():
-            hooks.watch(package, lambda *_: _tell(settings.read(entries)))
+            hooks.watch(package, lambda *_: _tell())
     try:
         _arm(patches, chosen)
     finally:
-        _tell(chosen)
+        _tell()
 
 
 def _arm(patches: Mapping[str, Patch], chosen: settings.Settings) -> None:
@@ -84,15 +91,13 @@ def _disorder(patches: tuple[Patch, ...], chosen: settings.Settings) -> list[str
     return [text for ids, text in told if not any(map(chosen.excludes, ids))]
 
 
-def _tell(chosen: settings.Settings) -> None:
+def _tell() -> None:
     """Tell the listeners that something changed. Never raises, also in strict mode: they correct nothing."""
     for changed, _ in _listeners:
-        try:
+        with guard.door(getattr(changed, "__qualname__", "a listener"), strict=False):
             said = changed()
-        except Exception as error:
-            said = f"{changed.__qualname__} failed with {type(error).__name__}: {error}"
-        if said:
-            _complain(said, replace(chosen, mode="warn"))
+            if said:
+                guard.say(said)
 
 
 def disarm() -> None:
@@ -107,15 +112,27 @@ def disarm() -> None:
         _listeners.pop()[1]()
     hooks.unwatch_all()
     ledger.forget()
-    _complained.clear()
+    _seen.clear()
+    guard.forget()
 
 
 def status() -> list[PatchStatus]:
     """One row a patch, for this process, read back from the live functions."""
     hooks.settle()
-    chosen = settings.read(entries)
-    decided = decisions(chosen, [patch_id for patch_id, entry in entries.items() if entry.state is None])
-    return [_status(entry, decided.get(patch_id)) for patch_id, entry in sorted(entries.items())]
+    waiting = [patch_id for patch_id, entry in entries.items() if entry.state is None]
+    try:
+        decided = decisions(settings.read(entries), waiting)
+    except Exception as error:
+        why = f"what is installed cannot be looked at ({one_line(error)}): report it"
+        decided = dict.fromkeys(waiting, Decision(Action.NOTHING, State.FAILED, why))
+    return [_row(entry, decided.get(patch_id)) for patch_id, entry in sorted(entries.items())]
+
+
+def _row(entry: Entry, decision: Decision | None) -> PatchStatus:
+    try:
+        return _status(entry, decision)
+    except Exception as error:
+        return replace(entry.status(None), state=State.FAILED, reason=f"its state cannot be read ({one_line(error)})")
 
 
 def require(patch_id: str) -> None:
@@ -135,7 +152,7 @@ def revert(patch_id: str) -> None:
     """
     with stack.rebinding() as swaps:
         _revert(_known(patch_id), swaps)
-    _tell(settings.read(entries))
+    _tell()
 
 
 def _revert(entry: Entry, swaps: list[Swap]) -> None:
@@ -160,7 +177,7 @@ def _executed(module: ModuleType, late: bool) -> None:
     try:
         _set([module], late, chosen)
     finally:
-        _tell(chosen)
+        _tell()
 
 
 def _set(modules: Iterable[ModuleType], late: bool, chosen: settings.Settings) -> None:
@@ -175,15 +192,8 @@ def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings, s
     decided = decisions(chosen, [entry.patch.id for entry in concerned])
     # Probes last: they must not run the functions of another patch that is half set.
     for entry in sorted(concerned, key=lambda entry: decided[entry.patch.id].action is Action.PROBE):
-        try:
-            _advance(entry, decided[entry.patch.id], module, late, swaps)
-        except apply.ForeignCodeError as error:
-            stack.rebind(swaps)
-            text = f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
-            stack.give_up(entry, State.CONFLICT, text, swaps)
-        except Exception as error:  # whatever went wrong must not end the user's import
-            text = f"{type(error).__name__}: {error}: report it with `ultra-patches status --json`"
-            stack.give_up(entry, State.FAILED, text, swaps)
+        with guard.door(f"taking {entry.patch.id} back"):
+            _try(entry, decided[entry.patch.id], module, late, swaps)
     # An entry comes after those that it requires, so that one pass is enough.
     for entry in entries.values():
         blocked = None
@@ -197,12 +207,32 @@ def _set_what_waits(module: ModuleType, late: bool, chosen: settings.Settings, s
             _complain(f"{entry.patch.id} is {entry.state.value}: {entry.reason}", chosen)
 
 
+def _try(entry: Entry, decision: Decision, module: ModuleType, late: bool, swaps: list[Swap]) -> None:
+    """Set what can be set of one patch; what goes wrong becomes its state."""
+    try:
+        _advance(entry, decision, module, late, swaps)
+    except apply.ForeignCodeError as error:
+        stack.rebind(swaps)
+        text = f"{error}{_behaviour(entry.patch)}: remove it, or keep it and disable ours"
+        stack.give_up(entry, State.CONFLICT, text, swaps)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever went wrong must not end the user's import
+        text = f"{one_line(error)}: report it with `ultra-patches status --json`"
+        stack.give_up(entry, State.FAILED, text, swaps)
+
+
 def _behaviour(patch: Patch) -> str:
-    """What the probe says of a function that someone else has set, where it can run here."""
-    if not patch.probe_after or not all(name in sys.modules for name in patch.modules):
+    """What the probe says of a function that someone else has set, where it can run here.
+
+    Only this process has that function. No other thread may see what the probe replaces for its time.
+    """
+    here = patch.probe_after and all(name in sys.modules for name in patch.modules)
+    if not here or threading.active_count() > 1:
         return f" (`ultra-patches verify {patch.id}` says how it behaves)"
     try:
-        finding = patch.probe()
+        with ambient.fixed():
+            finding = patch.probe()
     except Exception as error:  # foreign code may do anything
         return f" (the probe ends with {type(error).__name__} on it)"
     said = {Verdict.CLEAN: "behaves well under", Verdict.DEFECT: "has the defect by"}.get(finding.verdict, "escapes")
@@ -219,7 +249,6 @@ def _advance(entry: Entry, decision: Decision, module: ModuleType, late: bool, s
     together = entry.state in BAD
     # Where some are set already a probe would run our own functions.
     if decision.action is Action.PROBE and not entry.applied:
-        stack.rebind(swaps)  # the probe may call other patches through references elsewhere
         if not _shows_the_defect(entry, module, required):
             return
         together = True
@@ -242,12 +271,41 @@ def _shows_the_defect(entry: Entry, module: ModuleType, targets: tuple[Target, .
     # What is still being executed has not all of its functions.
     if not all(hooks.ready(n, module.__name__) for n in (*entry.patch.probe_after, *(t.module for t in targets))):
         return False
-    finding = entry.patch.probe()
+    finding = _probed(entry)
     if finding.verdict is Verdict.DEFECT:
         return True
-    clean = finding.verdict is Verdict.CLEAN
-    entry.record(State.NOT_NEEDED if clean else State.DRIFTED, f"the probe says: {finding.detail}")
+    if finding.verdict is Verdict.CLEAN:
+        entry.record(State.NOT_NEEDED, f"the probe says: {finding.detail}")
+    else:
+        why = f"the probe says: {finding.detail}: run `ultra-patches verify {entry.patch.id}`"
+        entry.record(State.DRIFTED, why)
     return False
+
+
+def _probed(entry: Entry) -> Finding:
+    """What the probe sees in a process of its own, on the files that were imported here.
+
+    All that wait for a probe and can share that process are asked at once, as importing an upstream takes seconds.
+    """
+    key = _key(entry)
+    if key not in _seen:
+        alike = (entry.patch.upstream, entry.patch.prepare)
+        chosen = settings.read(entries)
+        waiting = [e for e in entries.values() if e.state is None and (e.patch.upstream, e.patch.prepare) == alike]
+        decided = decisions(chosen, [other.patch.id for other in waiting])
+        asked = [other for other in waiting if decided[other.patch.id].action is Action.PROBE or other is entry]
+        seen = probing.ask([other.patch for other in asked])
+        _seen.update((_key(other), seen[other.patch.id]) for other in asked)
+    seen_here = _seen[key]
+    for name, file in seen_here.files.items():
+        here = getattr(sys.modules.get(name), "__file__", None)
+        if here and file and os.path.realpath(here) != os.path.realpath(file):
+            return Finding(Verdict.INCONCLUSIVE, f"it ran {file}, but {here} is imported here")
+    return seen_here.finding
+
+
+def _key(entry: Entry) -> str:
+    return verdicts.name_of(entry.patch, sources_of(entry.patch))
 
 
 def _status(entry: Entry, decision: Decision | None) -> PatchStatus:
@@ -272,11 +330,4 @@ def _complain(text: str, chosen: settings.Settings) -> None:
     text = without_credentials(text)
     if chosen.mode == "strict":
         raise UltraPatchesError(text)
-    if text in _complained:
-        return
-    _complained.add(text)
-    try:
-        warnings.warn(text, UltraPatchesWarning, stacklevel=2)
-    except UltraPatchesWarning:
-        # Under -W error a warning would end the import of the upstream, which only strict mode may do.
-        print(f"ultra-patches: {text}", file=sys.stderr)
+    guard.say(text)

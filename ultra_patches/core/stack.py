@@ -80,8 +80,8 @@ def give_up(entry: Entry, state: State, reason: str, swaps: list[Swap]) -> None:
         with contextlib.suppress(RuntimeError), _lifted(entry, key, swaps):
             apply.revert(entry.applied[key], swaps)
         del entry.applied[key]
+    entry.record(state, reason)  # before what may raise
     take_off(entry, swaps)
-    entry.record(state, reason)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ultra_patches.core import guard
+
+RUN_DIR = "ULTRA_PATCHES_RUN_DIR"
+
 _started: list[tuple[int, str]] = []
 _original: Any = BaseProcess.start
 _owner: list[int] = []
@@ -23,9 +27,11 @@ def watch(tell: Callable[[], object]) -> None:
     @functools.wraps(_original)
     def start(self: Any) -> None:
         _original(self)
-        if self.pid is not None:
-            _own().append((self.pid, self.name))
-            tell()
+        # The child runs: whatever goes wrong from here on is no failure to start it, in strict mode neither.
+        with guard.door(f"noting a child process for {RUN_DIR}", strict=False):
+            if self.pid is not None:
+                _own().append((self.pid, self.name))
+                tell()
 
     BaseProcess.start = start  # type: ignore[method-assign] # multiprocessing calls no hook here
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from ultra_patches.report.doctor.diagnosis import Diagnosis
 
 def root_of(environ: Mapping[str, str]) -> Path:
     """Where vLLM keeps them: `VLLM_CACHE_ROOT`, else `vllm` in the user's cache folder."""
-    base = environ.get("XDG_CACHE_HOME") or Path("~", ".cache").expanduser()
-    return Path(environ.get("VLLM_CACHE_ROOT") or Path(base, "vllm")).expanduser()
+    # As vLLM does. `Path.expanduser` raises where there is no HOME and the user has no passwd entry.
+    base = environ.get("XDG_CACHE_HOME") or Path("~", ".cache")
+    return Path(os.path.expanduser(environ.get("VLLM_CACHE_ROOT") or Path(base, "vllm")))  # noqa: PTH111
 
 
 def salts(chosen: Settings) -> frozenset[str]:

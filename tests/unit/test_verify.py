@@ -109,6 +109,7 @@ def test_the_parts_of_megatron_are_one_upstream() -> None:
 def vllm(site: Site) -> Site:
     site.write(META, "def f():\n    return 'upstream'\n")
     site.distribution("vllm", "0.26.0")
+    site.write("torch.version", "__version__ = '2.9.0'\n")  # one torch for interpreters with and without site-packages
     return site
 
 

@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from ultra_patches.core import apply, discover, facts, guard, hooks, ledger, probing, settings, stack, verdicts
+from ultra_patches.core import apply, discover, facts, guard, hooks, ledger, settings, stack, verdicts
 from ultra_patches.core.apply import Swap
 from ultra_patches.core.evidence import decisions, sources_of, upstream_of
 from ultra_patches.core.gate import BAD, Action, Decision, State
@@ -19,6 +20,9 @@ from ultra_patches.errors import UltraPatchesError, one_line
 from ultra_patches.patch import Finding, Patch, Target, Verdict
 from ultra_patches.stand_ins import ambient
 from ultra_patches.untrusted import without_credentials
+
+if TYPE_CHECKING:
+    from ultra_patches.core import probing
 
 #: What probes saw in this process's time, by what it holds for.
 _seen: dict[str, probing.Probed] = {}
@@ -287,6 +291,8 @@ def _probed(entry: Entry) -> Finding:
 
     All that wait for a probe and can share that process are asked at once, as importing an upstream takes seconds.
     """
+    from ultra_patches.core import probing  # arming does without
+
     key = _key(entry)
     if key not in _seen:
         alike = (entry.patch.upstream, entry.patch.prepare)

@@ -29,10 +29,45 @@ RELOAD = "vllm.model_executor.model_loader.reload"
 #: What a layer can hold. A name says how it behaves.
 KINDS = (
     "plain", "composed", "stacked", "padded", "bias", "e_score_correction_bias",
-    "table", "scratch", "shared", "late", "viewed",
+    "table", "scratch", "shared", "late", "viewed", "copied", "cleared", "indexed", "negated",
 )  # fmt: skip
 #: Never sent.
 BUFFERS = ("table", "scratch")
+
+
+def _copied(param: Any, loaded: Any) -> None:
+    param.data[:] = loaded
+
+
+def _cleared(param: Any, loaded: Any) -> None:
+    param.data.zero_()
+    param.data.narrow(0, 0, 4).copy_(loaded)
+
+
+def _indexed(param: Any, loaded: Any) -> None:
+    param.data[torch.tensor([2, 0, 1])] = loaded
+
+
+def _negated(param: Any, loaded: Any) -> None:
+    param.data.copy_(loaded)
+    param.data.neg_()
+
+
+#: What the model writes past the loaders.
+DIRECT = {"copied": _copied, "cleared": _cleared, "indexed": _indexed, "negated": _negated}
+
+
+class Model(nn.Module):  # type: ignore[misc] # torch is not followed
+    """Writes some of its parameters itself, as GPT-OSS does."""
+
+    def load_weights(self, weights: Sequence[tuple[Any, ...]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, value, *shard in weights:
+            write = DIRECT.get(name.rpartition(".")[2])
+            if write is None:
+                probes.load(self, [(name, value, *shard)])
+            else:
+                write(parameters[name], value)
 
 
 @dataclass(frozen=True)
@@ -77,7 +112,7 @@ def _padded(param: Any, loaded: Any) -> None:
 
 def build(layers: Sequence[Sequence[str]], *, record: bool) -> nn.Module:
     """A model whose every element is told from the others; `record` is what vLLM's loader does when it has made one."""
-    model = nn.Module()
+    model = Model()
     for number, kinds in enumerate(layers):
         layer = nn.Module()
         setattr(model, f"layer{number}", layer)
@@ -109,7 +144,9 @@ def _add(model: nn.Module, layer: nn.Module, kind: str) -> None:
         layer.viewed = probes.parameter(2, 1, 2)
         layer.register_buffer("view", layer.viewed.data.view(2, 2), persistent=False)
     elif kind != "late":
-        layer.register_parameter(kind, probes.parameter(*{"stacked": (6,), "padded": (5,)}.get(kind, (3,))))
+        layer.register_parameter(
+            kind, probes.parameter(*{"stacked": (6,), "padded": (5,), "cleared": (5,)}.get(kind, (3,)))
+        )
     loader = {"composed": _composed, "stacked": _stacked, "padded": _padded}.get(kind)
     if loader:
         layer.get_parameter(kind).weight_loader = loader
@@ -127,7 +164,7 @@ def sendable(model: nn.Module) -> list[tuple[Any, ...]]:
         if kind == "stacked":
             found += [(name, (2,), shard) for shard in range(3)]
         else:
-            found.append((name, (4,) if kind == "padded" else tuple(param.shape)))
+            found.append((name, (4,) if kind in ("padded", "cleared") else tuple(param.shape)))
     return found
 
 
@@ -144,8 +181,8 @@ def check(layers: Sequence[Sequence[str]], wanted: Sequence[Session]) -> None:
         for call in session.calls:
             sent = [_value(everything[i % len(everything)], number) for i in call] if everything else []
             if not session.abandoned:
-                probes.load(plain, [(name, value.clone(), *shard) for name, value, *shard in _unique(sent)])
-            probes.load(model, sent)
+                plain.load_weights([(name, value.clone(), *shard) for name, value, *shard in _unique(sent)])
+            model.load_weights(sent)
             for _, value, *_ in sent:
                 value.fill_(torch.nan)
             if session.atomic:

@@ -18,7 +18,8 @@ NEWEST = "0.33.0"
 RELOAD = {
     f"vllm-reload-{name}"
     for name in (
-        "abandoned-session", "duplicate-weights", "keep-unsent", "late-parameters", "live-write", "receive-buffer",
+        "abandoned-session", "direct-writes", "duplicate-weights", "keep-unsent", "late-parameters", "live-write",
+        "receive-buffer",
     )
 }  # fmt: skip
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from ultra_patches.errors import UltraPatchesError
+from ultra_patches.reload.direct import DirectWrite
 from ultra_patches.reload.regions import Region, Writes, unwritten
 from ultra_patches.reload.upstream import LayerInfo, never_counted
 
@@ -29,8 +30,12 @@ def is_complete(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) 
     return names <= {name for name, _ in info.loaded_weights}
 
 
-def finish(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) -> None:
+def finish(
+    layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo, direct: Sequence[tuple[int, DirectWrite]] = ()
+) -> None:
     """What `_layerwise_process` does, over the old values instead of over uninitialised memory.
+
+    `direct` is what was written past the loaders, each with the number of weights that the loaders were handed before.
 
     A parameter that is not wholly sent starts from its kernel tensor, which is right where both formats are the same.
     Whether they are is seen afterwards: processing must have left the old elements as they were. Raises KeepError, with
@@ -43,7 +48,7 @@ def finish(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo) -> No
     state = dict(vars(method)) if processed else {}
     try:
         _materialize(layerwise, layer, info)
-        missing = _load(layerwise, layer, info, old)
+        missing = _load(layerwise, layer, info, old, direct)
         if processed:
             vars(layer).pop("_already_called_process_weights_after_loading", None)
             method.process_weights_after_loading(layer)
@@ -72,7 +77,11 @@ def _materialize(layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo)
 
 
 def _load(
-    layerwise: ModuleType, layer: torch.nn.Module, info: LayerInfo, old: Mapping[str, torch.Tensor]
+    layerwise: ModuleType,
+    layer: torch.nn.Module,
+    info: LayerInfo,
+    old: Mapping[str, torch.Tensor],
+    direct: Sequence[tuple[int, DirectWrite]],
 ) -> dict[str, torch.Tensor | None]:
     """Load what was sent over the old values. Gives, for each tensor that was not wholly sent, the mask of the rest.
 
@@ -85,14 +94,22 @@ def _load(
         if kernel is not None and kernel is not tensor and _alike(kernel, tensor):
             tensor.data.copy_(kernel)
         tensor.weight_loader = layerwise._get_original_loader(tensor)
+    marks: dict[str, torch.Tensor] = {}
     writes = Writes(fills=True)
-    for name, args in info.loaded_weights:
-        param = getattr(layer, name)
-        args.arguments["param"] = param
-        with writes.of(param):
-            param.weight_loader(*args.args, **args.kwargs)
-        regions.setdefault(name, set()).update(writes.regions)
+    waiting = list(direct)
+    for number, (name, args) in enumerate([*info.loaded_weights, ("", None)]):
+        while waiting and (args is None or waiting[0][0] <= number):
+            _redo(waiting.pop(0)[1], tensors, regions, marks)
+        if args is not None:
+            param = getattr(layer, name)
+            args.arguments["param"] = param
+            with writes.of(param):
+                param.weight_loader(*args.args, **args.kwargs)
+            regions.setdefault(name, set()).update(writes.regions)
     masks = {name: unwritten(tensor, regions[name]) if name in regions else None for name, tensor in tensors.items()}
+    for name, mark in marks.items():
+        mask = masks[name]
+        masks[name] = ~mark if mask is None else mask & ~mark
     missing = {name: mask for name, mask in masks.items() if mask is None or mask.any()}
     # What has no kernel tensor at all is scratch of the loading.
     lost = [n for n in missing if n in old and not _alike(old[n], tensors[n])]
@@ -100,6 +117,23 @@ def _load(
     if lost:
         raise KeepError(_refusal(layer, {name: missing[name] for name in lost}))
     return missing
+
+
+def _redo(
+    write: DirectWrite,
+    tensors: Mapping[str, torch.Tensor],
+    regions: dict[str, set[Region]],
+    marks: dict[str, torch.Tensor],
+) -> None:
+    write.redo(tensors)
+    tensor = tensors[write.name]
+    if write.region is not None and write.args[0].dtype is tensor.dtype:
+        offset, shape, strides = write.region
+        regions.setdefault(write.name, set()).add((offset + tensor.storage_offset(), shape, strides))
+        return
+    mark = write.mark(tensor)
+    if mark is not None:
+        marks[write.name] = mark | marks.get(write.name, torch.zeros_like(mark))
 
 
 def _check_kept(

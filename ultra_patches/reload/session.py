@@ -23,13 +23,14 @@ import contextlib
 import functools
 import importlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ultra_patches import flags, received
 from ultra_patches.errors import UltraPatchesWarning
@@ -38,7 +39,8 @@ from ultra_patches.reload.upstream import LAYERWISE, LayerInfo, is_attention, is
 if TYPE_CHECKING:
     import torch
 
-    from ultra_patches.reload.regions import Coverage
+    from ultra_patches.reload.direct import DirectWrite, StandIn, Watch
+    from ultra_patches.reload.regions import Coverage, Region
 
     Layer: TypeAlias = torch.nn.Module
     Build: TypeAlias = Callable[[Callable[..., Any], ModuleType], Callable[..., Any]]
@@ -60,6 +62,8 @@ class Rule(str, Enum):
     COPY = "vllm-reload-receive-buffer"
     #: A parameter that was registered late is part of its layer.
     LATE = "vllm-reload-late-parameters"
+    #: What a model writes past the loaders is written into its new tensors.
+    DIRECT = "vllm-reload-direct-writes"
     #: What is not sent keeps its value.
     KEEP = "vllm-reload-keep-unsent"
     #: Tensors that are never moved to the meta device change at the end.
@@ -107,6 +111,10 @@ class Session:
     is_ending: bool = False
     #: By the id of the live parameter, which two layers may share as they share the copy. `Staged` keeps both alive.
     staged: dict[int, Staged] = field(default_factory=dict)
+    #: Sees what is written past the loaders.
+    watch: Watch | None = None
+    #: The layer that was written so last, while a `load_weights` runs.
+    turn: Layer | None = None
 
 
 @dataclass(eq=False)
@@ -122,10 +130,17 @@ class LayerState:
     #: The parameters of a layer that is processed, while those that were waiting stand in to drop what still comes.
     done: dict[str, torch.Tensor | None] | None = None
     staged: dict[str, Staged] = field(default_factory=dict)
+    #: What has no memory in the session, by name, and what was written into it past the loaders: each with the number of
+    #: weights that the loaders were handed before.
+    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    direct: list[tuple[int, DirectWrite]] = field(default_factory=list)
 
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _layers: WeakKeyDictionary[Layer, LayerState] = WeakKeyDictionary()
 _seams: WeakKeyDictionary[Callable[..., Any], Seam] = WeakKeyDictionary()
+#: What stands in for `load_weights` in a session.
+_watchers: WeakSet[Callable[..., Any]] = WeakSet()
 #: The layer and the name of the parameter that is being loaded in this thread.
 _loading: ContextVar[tuple[LayerState, str] | None] = ContextVar("ultra_patches_loading", default=None)
 
@@ -155,6 +170,8 @@ def begin(seam: Seam) -> Callable[..., Any]:
             _layers.setdefault(layer, LayerState(session)).session = session
         with _giving_back(seam, layerwise, model, "the start of a weight update"):
             upstream(model)
+            if Rule.DIRECT in seam.rules:
+                _watch(layerwise, session, model)
 
     return initialize_layerwise_reload
 
@@ -189,10 +206,14 @@ def loader(seam: Seam) -> Callable[..., Any]:
         @functools.wraps(load_later)
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:
             state = _layers.get(layer)
+            session = None if state is None else state.session
+            if session is not None and session.turn is not None and session.turn is not layer:
+                _end_turn(seam.module, session)
             before = len(info.loaded_weights)
             token = _loading.set(None if state is None else (state, param_name))
             try:
-                result = load_later(*args, **kwargs)
+                with session.watch.paused() if session is not None and session.watch is not None else _NOTHING:
+                    result = load_later(*args, **kwargs)
             finally:
                 _loading.reset(token)
             # What the layer has used already is not kept, so the last weight of a layer needs no copy.
@@ -209,13 +230,12 @@ def count(seam: Seam) -> Callable[..., Any]:
     """`get_numel_loaded(weight_loader, args)`: elements of the layer that a call loads, and what the loader returns."""
     import torch
 
-    from ultra_patches.reload.regions import Coverage, Writes
+    from ultra_patches.reload.regions import Writes
 
     meta, upstream, rules = seam.module, seam.upstream, seam.rules
     # MetaCopyCounter until 0.18.
     counter = getattr(meta, "CopyCounter", None) or meta.MetaCopyCounter
-    # Since 0.31 a parameter may say that some of its elements are padding which no checkpoint has.
-    numel_of: Callable[[Any], int] = getattr(meta, "get_tensor_load_numel", torch.Tensor.numel)
+    numel_of = _numel_of(meta)
     writes = Writes()
 
     def get_numel_loaded(weight_loader: Callable[..., Any], args: Any) -> tuple[int, object]:
@@ -223,15 +243,9 @@ def count(seam: Seam) -> Callable[..., Any]:
         loading = _loading.get() if Rule.ONCE in rules else None
         if loading is not None and isinstance(param, torch.Tensor):
             state, name = loading
-            covered = state.written.get(name)
-            if covered is None:
-                covered = state.written[name] = Coverage(param)
-            before = covered.numel
             with writes.of(param):
                 value = weight_loader(*args.args, **args.kwargs)
-            covered.add(writes.regions)
-            limit = numel_of(param)
-            return min(covered.numel, limit) - min(before, limit), value
+            return _add_written(state, name, param, writes.regions, numel_of), value
         if Rule.CAP not in rules:
             counted: tuple[int, object] = upstream(weight_loader, args)
             return counted
@@ -257,10 +271,13 @@ def process(seam: Seam) -> Callable[..., Any]:
         session = state.session
         if Rule.ABANDON in rules and flags.is_on(ATOMIC) and not session.is_ending:
             return
+        if Rule.DIRECT in rules:
+            _take_replaced(layer, info, state)
         waiting = dict(layer._parameters)
         with _live_in_place(layerwise, layer, state):
-            if Rule.KEEP in rules and not partial.is_complete(layerwise, layer, info):
-                partial.finish(layerwise, layer, info)
+            if state.direct or (Rule.KEEP in rules and not partial.is_complete(layerwise, layer, info)):
+                direct, state.direct = state.direct, []
+                partial.finish(layerwise, layer, info, direct)
             else:
                 upstream(layer, info)
         session.taken += 1
@@ -312,6 +329,8 @@ def finish(seam: Seam) -> Callable[..., Any]:
             try:
                 if Rule.ABANDON in rules:
                     _process_complete(layerwise, layers)
+                if Rule.DIRECT in rules:
+                    _process_written(layerwise, states)
                 upstream(model, *args, **kwargs)
             finally:
                 for _, state in states:
@@ -357,6 +376,7 @@ def end(layers: Iterable[Layer]) -> None:
     for layer in layers:
         state = _layers.pop(layer, None)
         if state is not None:
+            _unwatch(layer)
             _put_done(layer, state)
             _put_staged(layer, state)
 
@@ -381,27 +401,55 @@ def abandon(layerwise: ModuleType, layers: Iterable[Layer]) -> int:
 
 
 def _withdraw(rule: Rule) -> None:
+    layerwise = importlib.import_module(LAYERWISE)
     for layer, state in list(_layers.items()):
-        info: LayerInfo = importlib.import_module(LAYERWISE).get_layerwise_info(layer)
-        if rule is Rule.STAGE:
-            for staged in state.staged.values():
-                if not staged.before.equal(staged.copy):
-                    staged.live.data.copy_(staged.copy)
-            _put_staged(layer, state)
-        elif rule is Rule.ONCE:
-            _put_done(layer, state)
-            state.written.clear()
-        elif rule is Rule.VIEWS and info.kernel_tensors is not None:
-            # Upstream places no buffer that is not there, and looks for those that it has noted.
-            for name, view in state.views.items():
-                layer.register_buffer(name, view, persistent=False)
-                info.kernel_tensors[1][name] = view
-            state.views, state.non_persistent = {}, None
-        elif rule is Rule.ABANDON:
-            _process_complete(importlib.import_module(LAYERWISE), [layer])
+        undo = _UNDO.get(rule)
+        if undo is not None:
+            undo(layerwise, layer, state)
         state.session.rules.discard(rule)
         if not state.session.rules:
             end([layer])
+
+
+def _undo_stage(_: ModuleType, layer: Layer, state: LayerState) -> None:
+    for staged in state.staged.values():
+        if not staged.before.equal(staged.copy):
+            staged.live.data.copy_(staged.copy)
+    _put_staged(layer, state)
+
+
+def _undo_once(_: ModuleType, layer: Layer, state: LayerState) -> None:
+    _put_done(layer, state)
+    state.written.clear()
+
+
+def _undo_direct(_: ModuleType, layer: Layer, state: LayerState) -> None:
+    _unwatch(layer)
+    state.session.watch = None
+    state.direct.clear()
+
+
+def _undo_views(layerwise: ModuleType, layer: Layer, state: LayerState) -> None:
+    info: LayerInfo = layerwise.get_layerwise_info(layer)
+    if info.kernel_tensors is not None:
+        # Upstream places no buffer that is not there, and looks for those that it has noted.
+        for name, view in state.views.items():
+            layer.register_buffer(name, view, persistent=False)
+            info.kernel_tensors[1][name] = view
+        state.views, state.non_persistent = {}, None
+
+
+def _undo_abandon(layerwise: ModuleType, layer: Layer, _: LayerState) -> None:
+    _process_complete(layerwise, [layer])
+
+
+_UNDO: dict[Rule, Callable[[ModuleType, Any, LayerState], None]] = {
+    Rule.STAGE: _undo_stage,
+    Rule.ONCE: _undo_once,
+    Rule.DIRECT: _undo_direct,
+    Rule.VIEWS: _undo_views,
+    Rule.ABANDON: _undo_abandon,
+}
 
 
 def open_layers() -> int:
@@ -454,6 +502,133 @@ def _model_of(worker: Any) -> Layer | None:
 def _state_of(layer: Layer) -> LayerState:
     # Some transports restore layers by themselves, without the beginning of a session.
     return _layers.setdefault(layer, LayerState(Session()))
+
+
+def _watch(layerwise: ModuleType, session: Session, model: Layer) -> None:
+    """See what each `load_weights` of the model writes past the loaders, until the session ends."""
+    from ultra_patches.reload import direct
+
+    stand_ins: dict[int, StandIn] = {}
+    for layer in model.modules():
+        state = _layers.get(layer)
+        if state is not None and is_waiting(layerwise.get_layerwise_info(layer)):
+            tensors = {name: tensor for name, tensor in layerwise.get_layer_tensors(layer).items() if tensor.is_meta}
+            state.stand_ins = {name: direct.StandIn(weakref.ref(layer), name, t) for name, t in tensors.items()}
+            stand_ins |= {s.tensor.untyped_storage()._cdata: s for s in state.stand_ins.values()}
+    session.watch = direct.Watch(stand_ins, functools.partial(_take, layerwise, session))
+    for layer in model.modules():
+        if layer in _layers and callable(getattr(layer, "load_weights", None)):
+            _unwatch(layer)
+            vars(layer)["load_weights"] = _watched(layerwise, layer.load_weights, session)
+
+
+def _take(layerwise: ModuleType, session: Session, stand_in: StandIn, write: DirectWrite) -> None:
+    """Keep what was written past the loaders until the layer takes its weights."""
+    layer = stand_in.layer()
+    state = None if layer is None else _layers.get(layer)
+    if layer is None or state is None:
+        return
+    info: LayerInfo = layerwise.get_layerwise_info(layer)
+    if not is_waiting(info):
+        # The layer has everything, so this is sent again: as with a loader, the last one wins where it can be written.
+        if state.done is None:
+            write.redo(layerwise.get_layer_tensors(layer))
+        return
+    if is_attention(layerwise, layer):
+        raise write.refused(stand_in, "and vLLM processes attention by what its loaders were handed alone")
+    if session.turn is not layer:
+        _end_turn(layerwise, session)
+        session.turn = layer
+    state.direct.append((len(info.loaded_weights), write))
+    if write.region is not None and stand_in.name not in never_counted(layerwise):
+        meta = importlib.import_module(layerwise.restore_layer_on_meta.__module__)
+        info.load_numel += _add_written(state, stand_in.name, stand_in.tensor, [write.region], _numel_of(meta))
+
+
+def _watched(layerwise: ModuleType, load_weights: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    watch = session.watch
+
+    @functools.wraps(load_weights)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if watch is None or watch.is_on or session.watch is None:
+            return load_weights(*args, **kwargs)
+        try:
+            with watch.on():
+                result = load_weights(*args, **kwargs)
+            _end_turn(layerwise, session)
+        finally:
+            session.turn = None
+        return result
+
+    _watchers.add(watched)
+    return watched
+
+
+def _unwatch(layer: Layer) -> None:
+    now = vars(layer).get("load_weights")
+    if now is None or now not in _watchers:
+        return
+    below = now.__wrapped__
+    if getattr(below, "__func__", None) is getattr(type(layer), "load_weights", None):
+        del layer.load_weights
+    else:
+        vars(layer)["load_weights"] = below
+
+
+def _end_turn(layerwise: ModuleType, session: Session) -> None:
+    """Let the layer that was written past its loaders take its weights where it is complete.
+
+    Not before the next layer's turn: a parameter that is cleared first is as complete as one that has its values.
+    """
+    layer, session.turn = session.turn, None
+    if layer is not None:
+        info: LayerInfo = layerwise.get_layerwise_info(layer)
+        if is_waiting(info) and 0 < (info.load_numel_total or 0) <= info.load_numel:
+            layerwise._layerwise_process(layer, info)
+
+
+def _take_replaced(layer: Layer, info: LayerInfo, state: LayerState) -> None:
+    """Take what stands in the place of stand-ins as the last that was written, and put the stand-ins back."""
+    from ultra_patches.reload import direct
+
+    for name, stand_in in state.stand_ins.items():
+        tensors = layer._parameters if name in layer._parameters else layer._buffers
+        write = direct.replaced(stand_in, tensors.get(name))
+        if write is not None:
+            state.direct.append((len(info.loaded_weights), write))
+            tensors[name] = stand_in.tensor
+    state.stand_ins = {}
+
+
+def _process_written(layerwise: ModuleType, states: Iterable[tuple[Layer, LayerState]]) -> None:
+    """Let the layers take their weights of which something was written past the loaders, and perhaps nothing else."""
+    for layer, state in states:
+        info: LayerInfo = layerwise.get_layerwise_info(layer)
+        if is_waiting(info) and not is_attention(layerwise, layer):
+            _take_replaced(layer, info, state)
+            if state.direct:
+                layerwise._layerwise_process(layer, info)
+
+
+def _numel_of(meta: ModuleType) -> Callable[[Any], int]:
+    # Since 0.31 a parameter may say that some of its elements are padding which no checkpoint has.
+    numel_of: Callable[[Any], int] = getattr(meta, "get_tensor_load_numel", lambda tensor: tensor.numel())
+    return numel_of
+
+
+def _add_written(
+    state: LayerState, name: str, param: torch.Tensor, regions: Iterable[Region], numel_of: Callable[[Any], int]
+) -> int:
+    """Note what was written of a parameter. Gives how many elements it has more than before."""
+    from ultra_patches.reload.regions import Coverage
+
+    covered = state.written.get(name)
+    if covered is None:
+        covered = state.written[name] = Coverage(param)
+    before = covered.numel
+    covered.add(regions)
+    limit = numel_of(param)
+    return min(covered.numel, limit) - min(before, limit)
 
 
 def _process_complete(layerwise: ModuleType, layers: Iterable[Layer]) -> None:

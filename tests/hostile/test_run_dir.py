@@ -101,7 +101,7 @@ def fill(folder: Path) -> dict[str, str]:
     return said
 
 
-def test_a_folder_that_holds_anything(site: Site, tmp_path: Path) -> None:
+def test_a_folder_that_holds_anything(site: Site, tmp_path: Path, record_property: Any) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     said = fill(folder)
@@ -123,6 +123,7 @@ def test_a_folder_that_holds_anything(site: Site, tmp_path: Path) -> None:
     ended = site.start("-m", "ultra_patches", "status", "--run-dir", str(folder))
     assert time.monotonic() - began < 30
     assert ended.code == 1
+    record_property("tried", [len(said) + len(times) + 1, len(said)])
     lines = ended.stderr.splitlines()
     for name, what in said.items():
         assert [line for line in lines if line == f"ultra-patches: {name} {what}"], name
@@ -290,7 +291,9 @@ def test_a_file_that_grows_is_read_to_the_limit_only(tmp_path: Path) -> None:
 
 def test_rows_that_cannot_be_written_end_no_program(tmp_path: Path) -> None:
     row = PatchStatus("p", "t", "json", "1", State.APPLIED, b"\xff", (), 0, 1)  # type: ignore[arg-type]
-    said = writer.write(tmp_path, [row])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    said = writer.write(folder, [row])
     assert said is not None
-    assert said.startswith(f"ULTRA_PATCHES_RUN_DIR={str(tmp_path)!r} cannot be written (")
-    assert not list(tmp_path.iterdir())
+    assert said.startswith(f"ULTRA_PATCHES_RUN_DIR={str(folder)!r} cannot be written (")
+    assert not list(folder.iterdir())

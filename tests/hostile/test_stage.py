@@ -202,8 +202,11 @@ def test_a_mirror_that_is_none(mirror: Path, damage: Damage, wanted: str) -> Non
 @pytest.mark.parametrize("name", ["..", "../out", "/tmp/out", "a/b", "", ".", "a\0b"])
 def test_nothing_is_put_beside_the_folder(tmp_path: Path, name: str) -> None:
     part = Part("data", [manifest.File(name, 4, manifest.of_bytes("", b"evil").sha256)], Contents({name: b"evil"}))
-    assert "is not the name of a file: nothing was written" in line(lambda: place([part], tmp_path / "to", 1))
-    assert list(tmp_path.iterdir()) == []
+    assert "is not the name of a file: nothing was written" in line(
+        lambda: place([part], tmp_path / "mirror" / "to", 1)
+    )
+    assert not (tmp_path / "mirror").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @contextlib.contextmanager

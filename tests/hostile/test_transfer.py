@@ -81,8 +81,9 @@ def test_a_rank_that_is_killed_ends_the_other_at_once() -> None:
         )
 
 
-def test_what_is_wrong_with_a_message_is_a_clear_error_before_anything_is_loaded() -> None:
+def test_what_is_wrong_with_a_message_is_a_clear_error_before_anything_is_loaded(record_property: Any) -> None:
     found = case()["messages"]["with"]
+    record_property("tried", [MESSAGES, MESSAGES - found["counts"]["right"]])
     assert found["unclear"] == []
     assert set(found["counts"]) == {"right", "clear error", "refused by vLLM when it is read"}
     assert sum(found["counts"].values()) == MESSAGES

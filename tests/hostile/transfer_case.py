@@ -156,7 +156,7 @@ def rank_process(rank: int, folder: Path, options: dict[str, Any], wait: float, 
     try:
         trainer.send_weights()
         said, kind = "", ""
-    except BaseException as error:  # noqa: BLE001 # whatever it is, it is what is looked at
+    except BaseException as error:  # whatever it is, it is what is looked at
         kind = type(error).__name__
         said = probe_ipc._line(error) if kind != "UnprintableError" else kind
         said = "\n".join([said, *getattr(error, "__notes__", ())])
@@ -227,12 +227,12 @@ def messages(mode: str) -> dict[str, Any]:
             )
             try:
                 info = worker.parse_update_info(message)
-            except Exception:  # noqa: BLE001 # as above
+            except Exception:  # as above
                 counts["refused by vLLM when it is read"] += 1
                 continue
             try:
                 worker.receive_weights(info)
-            except Exception as error:  # noqa: BLE001 # as above
+            except Exception as error:  # as above
                 clear = isinstance(error, ValueError) and "rank " in str(error) and "GPU GPU-0" in str(error)
                 counts["clear error" if clear and not got else "other error"] += 1
                 unclear += [] if clear else [f"{seed}: {type(error).__name__}: {error}"]

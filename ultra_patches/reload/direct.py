@@ -52,12 +52,12 @@ class StandIn:
 
     layer: ref[torch.nn.Module]
     name: str
+    #: Its name in the model.
+    path: str
     tensor: torch.Tensor
 
     def __str__(self) -> str:
-        layer: Any = self.layer()
-        place = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None) or type(layer).__name__
-        return f"{place}.{self.name}"
+        return self.path
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc] # torch is not followed
                 _refusal(stand_in, func, "which gives it other memory or writes several tensors at once")
             )
         # Shapes are checked here: what does not fit raises as it would on a tensor with memory.
-        result = func(*args, **kwargs)
+        result = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
 
         def keep(value: Any) -> Any:
             return self._keep(stand_in, func, value) if isinstance(value, torch.Tensor) else value
@@ -211,6 +211,10 @@ def replaced(stand_in: StandIn, now: torch.Tensor | None) -> DirectWrite | None:
         )
     view = View(stand_in.name, tensor.dtype, (0, tuple(tensor.shape), tensor.stride()))
     return DirectWrite(stand_in.name, _aten.copy_.default, (view, now.detach().clone()), {})
+
+
+def _without_memory(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
 @functools.cache

@@ -509,11 +509,14 @@ def _watch(layerwise: ModuleType, session: Session, model: Layer) -> None:
     from ultra_patches.reload import direct
 
     stand_ins: dict[int, StandIn] = {}
-    for layer in model.modules():
+    for path, layer in model.named_modules():
         state = _layers.get(layer)
         if state is not None and is_waiting(layerwise.get_layerwise_info(layer)):
-            tensors = {name: tensor for name, tensor in layerwise.get_layer_tensors(layer).items() if tensor.is_meta}
-            state.stand_ins = {name: direct.StandIn(weakref.ref(layer), name, t) for name, t in tensors.items()}
+            state.stand_ins = {
+                name: direct.StandIn(weakref.ref(layer), name, f"{path}.{name}" if path else name, tensor)
+                for name, tensor in layerwise.get_layer_tensors(layer).items()
+                if tensor.is_meta
+            }
             stand_ins |= {s.tensor.untyped_storage()._cdata: s for s in state.stand_ins.values()}
     session.watch = direct.Watch(stand_ins, functools.partial(_take, layerwise, session))
     for layer in model.modules():

@@ -47,7 +47,7 @@ def main(framework: str) -> None:
         object_store_memory=80 * 2**20, runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}},
     )  # fmt: skip
     try:
-        worker = ray.get(remote.options(num_cpus=1, num_gpus=0).remote().seen.remote(), timeout=120)
+        worker = ray.get(remote.options(num_cpus=1, num_gpus=0).remote().seen.remote(), timeout=300)
     finally:
         ray.shutdown()
     print("\n" + json.dumps({"driver": look(), "worker": worker}))

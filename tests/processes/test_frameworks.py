@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import releases
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "skyrl": (("skyrl", "0.4.0"), "skyrl", (("skyrl-gym", "0.4.0"),)),
@@ -37,7 +37,7 @@ def run(script: str, *arguments: str, path: list[Path], **env: str) -> dict[str,
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""`python -m compat scan | run | pages | graph`: which patch each upstream release needs, measured; the rooms of the package."""
+"""`python -m compat scan | run | pages | graph | zoo`: which patch each release needs, measured; the package's rooms; the zoo."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from compat import fetch, graph, live, matrix, new, page, pages, results, scan
+from compat.zoo import results as zoo
 
 LOCK = Path(__file__).parent.parent / "ultra_patches" / "core" / "lock.json"
 
@@ -44,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
     paging.add_argument("--write", action="store_true", help="write them")
     drawing = commands.add_parser("graph", help="the rooms of the package: what imports what, circles, floors")
     drawing.add_argument("revision", nargs="?", metavar="REV", help="of this git revision, for instance HEAD^")
+    visiting = commands.add_parser(
+        "zoo", help="every architecture through updates of every kind, compared tensor by tensor"
+    )
+    visiting.add_argument(
+        "architectures", nargs="*", metavar="ARCH", help="for instance GptOssForCausalLM; all without one"
+    )
+    visiting.add_argument("--release", metavar="V", help="of vLLM; what is installed without it")
+    visiting.add_argument("--write", action="store_true", help="keep what was found, and write docs/zoo.md")
     return parser
 
 
@@ -58,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             return _pages(args.write)
         if args.command == "run":
             return _run(args)
+        if args.command == "zoo":
+            return _zoo(args.release, args.architectures, args.write)
         return _new(args.pre) if args.new else _scan(args.write)
     except (fetch.FetchError, graph.GraphError, results.ResultError) as error:
         print(f"compat: {error}", file=sys.stderr)
@@ -104,6 +115,24 @@ def _pages(write: bool) -> int:
         old += not current
         print(f"{path.name} is {'current' if current else 'old: run with --write'}")
     return 1 if old else 0
+
+
+def _zoo(release: str | None, wanted: list[str], write: bool) -> int:
+    with _progress() as bar:
+        task = bar.add_task("zoo", total=None)
+        result = zoo.run(release, wanted, lambda text: bar.update(task, advance=1, description=text))
+    for name, row in result["architectures"].items():
+        for kind, said in row.get("overlay", {}).items():
+            print(f"{name} {kind}: {row.get('released', {}).get(kind, '-')} / {said}")
+        if "not made" in row:
+            print(f"{name}: not made, {row['not made']}")
+    found = zoo.counts(result)
+    for side, count in found.items():
+        print(f"{side}: {', '.join(f'{number} {name}' for name, number in count.most_common())}")
+    if write:
+        print(f"{zoo.save(result).name} written")
+        zoo.PAGE.write_text(zoo.page(), encoding="utf-8")
+    return 1 if found["overlay"]["wrong"] or found["overlay"]["moved"] else 0
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -320,7 +320,7 @@ DAMAGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_file_that_is_none(files: Files, command: Command, damage: Change) -> None:
     files.write()

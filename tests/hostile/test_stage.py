@@ -192,7 +192,7 @@ MIRRORS: dict[str, tuple[Damage, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("damage", "wanted"), MIRRORS.values(), ids=MIRRORS)
 def test_a_mirror_that_is_none(mirror: Path, damage: Damage, wanted: str) -> None:
     damage(mirror)
@@ -223,7 +223,7 @@ def limited(size: int) -> Iterator[None]:
 PART = Part("data", [manifest.of_bytes("train.jsonl", b"x" * 4096)], Contents({"train.jsonl": b"x" * 4096}))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
 @pytest.mark.parametrize("name", [".stage.lock", "data/.train.jsonl.partial"])
 def test_what_lies_where_a_file_of_ours_goes_is_neither_emptied_nor_followed(
@@ -285,7 +285,7 @@ def test_a_dataset_that_is_none(tmp_path: Path, content: bytes, wanted: str) -> 
     assert f"train.jsonl, {wanted}" in line(lambda: gsm8k.collect(tmp_path))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_dataset_that_is_a_pipe_or_a_folder_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
     (tmp_path / "test.jsonl").mkdir()

@@ -47,7 +47,7 @@ class DirectWriteError(UltraPatchesError):
 
 
 @dataclass(frozen=True)
-class StandIn:
+class Placeholder:
     """A tensor without memory in the place of one of a layer's."""
 
     layer: ref[torch.nn.Module]
@@ -62,7 +62,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class View:
-    """What an operation had in the place of an argument: elements of a stand-in, by offset, shape and strides."""
+    """What an operation had in the place of an argument: elements of a placeholder, by offset, shape and strides."""
 
     name: str
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class View:
 
 @dataclass(frozen=True)
 class DirectWrite:
-    """An operation on a stand-in, with all that it needs to be done again."""
+    """An operation on a placeholder, with all that it needs to be done again."""
 
     #: The tensor of the layer that is written.
     name: str
@@ -93,9 +93,9 @@ class DirectWrite:
         target = self.args[0]
         return target.region if self.func in WHOLE and isinstance(target, View) else None
 
-    def refused(self, stand_in: StandIn, why: str) -> DirectWriteError:
+    def refused(self, placeholder: Placeholder, why: str) -> DirectWriteError:
         """The error that refuses it."""
-        return DirectWriteError(_refusal(stand_in, self.func, why))
+        return DirectWriteError(_refusal(placeholder, self.func, why))
 
     def redo(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Do it on the layer's new tensors, by name."""
@@ -125,12 +125,14 @@ class DirectWrite:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc] # torch is not followed
-    """Inside, each operation that writes into a stand-in is handed to `take`, which may raise."""
+    """Inside, each operation that writes into a placeholder is handed to `take`, which may raise."""
 
-    def __init__(self, stand_ins: Mapping[int, StandIn], take: Callable[[StandIn, DirectWrite], None]) -> None:
+    def __init__(
+        self, placeholders: Mapping[int, Placeholder], take: Callable[[Placeholder, DirectWrite], None]
+    ) -> None:
         super().__init__()
         #: By the identity of its storage: on the meta device the address of all memory is 0.
-        self._stand_ins = stand_ins
+        self._placeholders = placeholders
         self._take = take
         self.is_on = False
 
@@ -140,31 +142,31 @@ class Watch(TorchDispatchMode):  # type: ignore[misc] # torch is not followed
             written = args[place] if place < len(args) else kwargs.get(name)
             for target in written if isinstance(written, (list, tuple)) else (written,):
                 if isinstance(target, torch.Tensor) and target.is_meta:
-                    stand_in = self._stand_ins.get(target.untyped_storage()._cdata)
-                    if stand_in is not None:
-                        return self._kept(stand_in, target is args[0] if args else False, func, args, kwargs)
+                    placeholder = self._placeholders.get(target.untyped_storage()._cdata)
+                    if placeholder is not None:
+                        return self._kept(placeholder, target is args[0] if args else False, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _kept(self, stand_in: StandIn, is_first: bool, func: Any, args: Any, kwargs: Any) -> Any:
+    def _kept(self, placeholder: Placeholder, is_first: bool, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_first or func.name().partition(".")[0] in _MOVES:
             raise DirectWriteError(
-                _refusal(stand_in, func, "which gives it other memory or writes several tensors at once")
+                _refusal(placeholder, func, "which gives it other memory or writes several tensors at once")
             )
         # Shapes are checked here: what does not fit raises as it would on a tensor with memory.
         result = func(*tree_map(_without_memory, args), **tree_map(_without_memory, kwargs))
 
         def keep(value: Any) -> Any:
-            return self._keep(stand_in, func, value) if isinstance(value, torch.Tensor) else value
+            return self._keep(placeholder, func, value) if isinstance(value, torch.Tensor) else value
 
-        self._take(stand_in, DirectWrite(stand_in.name, func, tree_map(keep, args), tree_map(keep, kwargs)))
+        self._take(placeholder, DirectWrite(placeholder.name, func, tree_map(keep, args), tree_map(keep, kwargs)))
         return result
 
-    def _keep(self, stand_in: StandIn, func: Any, value: torch.Tensor) -> Any:
+    def _keep(self, placeholder: Placeholder, func: Any, value: torch.Tensor) -> Any:
         if not value.is_meta:
             return value if received.are_own_copies() else value.clone()
-        of = self._stand_ins.get(value.untyped_storage()._cdata)
-        if of is None or of.layer is not stand_in.layer:
-            raise DirectWriteError(_refusal(stand_in, func, "which takes a value that is computed from a parameter"))
+        of = self._placeholders.get(value.untyped_storage()._cdata)
+        if of is None or of.layer is not placeholder.layer:
+            raise DirectWriteError(_refusal(placeholder, func, "which takes a value that is computed from a parameter"))
         offset = value.storage_offset() - of.tensor.storage_offset() * of.tensor.element_size() // value.element_size()
         return View(of.name, value.dtype, (offset, tuple(value.shape), value.stride()))
 
@@ -196,21 +198,21 @@ class Watch(TorchDispatchMode):  # type: ignore[misc] # torch is not followed
             self.__enter__()
 
 
-def replaced(stand_in: StandIn, now: torch.Tensor | None) -> DirectWrite | None:
-    """The values of a tensor that was put in the place of a stand-in; None where none was.
+def replaced(placeholder: Placeholder, now: torch.Tensor | None) -> DirectWrite | None:
+    """The values of a tensor that was put in the place of a placeholder; None where none was.
 
     `now` is what stands there. `.data =` is refused by torch, as a tensor without memory has another type.
     """
     if now is None or now.is_meta:
         return None
-    tensor = stand_in.tensor
+    tensor = placeholder.tensor
     if now.shape != tensor.shape:
         raise DirectWriteError(
-            f"weight update refused: {stand_in} had the shape {tuple(tensor.shape)} and the model's load_weights puts a "
+            f"weight update refused: {placeholder} had the shape {tuple(tensor.shape)} and the model's load_weights puts a "
             f"tensor of {tuple(now.shape)} in its place, which the layer cannot take in a session. Load this model anew"
         )
-    view = View(stand_in.name, tensor.dtype, (0, tuple(tensor.shape), tensor.stride()))
-    return DirectWrite(stand_in.name, _aten.copy_.default, (view, now.detach().clone()), {})
+    view = View(placeholder.name, tensor.dtype, (0, tuple(tensor.shape), tensor.stride()))
+    return DirectWrite(placeholder.name, _aten.copy_.default, (view, now.detach().clone()), {})
 
 
 def _without_memory(value: Any) -> Any:
@@ -227,8 +229,8 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _refusal(stand_in: StandIn, func: Any, why: str) -> str:
+def _refusal(placeholder: Placeholder, func: Any, why: str) -> str:
     return (
-        f"weight update refused: {stand_in} is written by {func.name()} in the model's load_weights, {why}, so that it cannot "
+        f"weight update refused: {placeholder} is written by {func.name()} in the model's load_weights, {why}, so that it cannot "
         "be done on the layer's new tensors. Load this model anew"
     )

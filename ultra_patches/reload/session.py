@@ -39,7 +39,7 @@ from ultra_patches.reload.upstream import LAYERWISE, LayerInfo, is_attention, is
 if TYPE_CHECKING:
     import torch
 
-    from ultra_patches.reload.direct import DirectWrite, StandIn, Watch
+    from ultra_patches.reload.direct import DirectWrite, Placeholder, Watch
     from ultra_patches.reload.regions import Coverage, Region
 
     Layer: TypeAlias = torch.nn.Module
@@ -132,7 +132,7 @@ class LayerState:
     staged: dict[str, Staged] = field(default_factory=dict)
     #: What has no memory in the session, by name, and what was written into it past the loaders: each with the number of
     #: weights that the loaders were handed before.
-    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)
     direct: list[tuple[int, DirectWrite]] = field(default_factory=list)
 
 
@@ -401,11 +401,10 @@ def abandon(layerwise: ModuleType, layers: Iterable[Layer]) -> int:
 
 
 def _withdraw(rule: Rule) -> None:
-    layerwise = importlib.import_module(LAYERWISE)
+    undo = _UNDO.get(rule)
     for layer, state in list(_layers.items()):
-        undo = _UNDO.get(rule)
         if undo is not None:
-            undo(layerwise, layer, state)
+            undo(importlib.import_module(LAYERWISE), layer, state)
         state.session.rules.discard(rule)
         if not state.session.rules:
             end([layer])
@@ -508,26 +507,26 @@ def _watch(layerwise: ModuleType, session: Session, model: Layer) -> None:
     """See what each `load_weights` of the model writes past the loaders, until the session ends."""
     from ultra_patches.reload import direct
 
-    stand_ins: dict[int, StandIn] = {}
+    placeholders: dict[int, Placeholder] = {}
     for path, layer in model.named_modules():
         state = _layers.get(layer)
         if state is not None and is_waiting(layerwise.get_layerwise_info(layer)):
-            state.stand_ins = {
-                name: direct.StandIn(weakref.ref(layer), name, f"{path}.{name}" if path else name, tensor)
+            state.placeholders = {
+                name: direct.Placeholder(weakref.ref(layer), name, f"{path}.{name}" if path else name, tensor)
                 for name, tensor in layerwise.get_layer_tensors(layer).items()
                 if tensor.is_meta
             }
-            stand_ins |= {s.tensor.untyped_storage()._cdata: s for s in state.stand_ins.values()}
-    session.watch = direct.Watch(stand_ins, functools.partial(_take, layerwise, session))
+            placeholders |= {s.tensor.untyped_storage()._cdata: s for s in state.placeholders.values()}
+    session.watch = direct.Watch(placeholders, functools.partial(_take, layerwise, session))
     for layer in model.modules():
         if layer in _layers and callable(getattr(layer, "load_weights", None)):
             _unwatch(layer)
             vars(layer)["load_weights"] = _watched(layerwise, layer.load_weights, session)
 
 
-def _take(layerwise: ModuleType, session: Session, stand_in: StandIn, write: DirectWrite) -> None:
+def _take(layerwise: ModuleType, session: Session, placeholder: Placeholder, write: DirectWrite) -> None:
     """Keep what was written past the loaders until the layer takes its weights."""
-    layer = stand_in.layer()
+    layer = placeholder.layer()
     state = None if layer is None else _layers.get(layer)
     if layer is None or state is None:
         return
@@ -538,14 +537,14 @@ def _take(layerwise: ModuleType, session: Session, stand_in: StandIn, write: Dir
             write.redo(layerwise.get_layer_tensors(layer))
         return
     if is_attention(layerwise, layer):
-        raise write.refused(stand_in, "and vLLM processes attention by what its loaders were handed alone")
+        raise write.refused(placeholder, "and vLLM processes attention by what its loaders were handed alone")
     if session.turn is not layer:
         _end_turn(layerwise, session)
         session.turn = layer
     state.direct.append((len(info.loaded_weights), write))
-    if write.region is not None and stand_in.name not in never_counted(layerwise):
+    if write.region is not None and placeholder.name not in never_counted(layerwise):
         meta = importlib.import_module(layerwise.restore_layer_on_meta.__module__)
-        info.load_numel += _add_written(state, stand_in.name, stand_in.tensor, [write.region], _numel_of(meta))
+        info.load_numel += _add_written(state, placeholder.name, placeholder.tensor, [write.region], _numel_of(meta))
 
 
 def _watched(layerwise: ModuleType, load_weights: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -591,16 +590,16 @@ def _end_turn(layerwise: ModuleType, session: Session) -> None:
 
 
 def _take_replaced(layer: Layer, info: LayerInfo, state: LayerState) -> None:
-    """Take what stands in the place of stand-ins as the last that was written, and put the stand-ins back."""
+    """Take what stands in the place of placeholders as the last that was written, and put the placeholders back."""
     from ultra_patches.reload import direct
 
-    for name, stand_in in state.stand_ins.items():
+    for name, placeholder in state.placeholders.items():
         tensors = layer._parameters if name in layer._parameters else layer._buffers
-        write = direct.replaced(stand_in, tensors.get(name))
+        write = direct.replaced(placeholder, tensors.get(name))
         if write is not None:
             state.direct.append((len(info.loaded_weights), write))
-            tensors[name] = stand_in.tensor
-    state.stand_ins = {}
+            tensors[name] = placeholder.tensor
+    state.placeholders = {}
 
 
 def _process_written(layerwise: ModuleType, states: Iterable[tuple[Layer, LayerState]]) -> None:

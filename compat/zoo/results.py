@@ -19,7 +19,7 @@ from typing import Any
 from compat import fetch
 from ultra_patches.core import facts
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parent / "kept"
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 #: In this order in the page.
 KINDS = ("whole", "reversed", "chunks", "twice", "partial", "back")

@@ -12,10 +12,16 @@ from compat import fetch
 from ultra_patches.core import facts
 
 
+#: The cache of whoever runs the tests. Tests with one of their own would fetch every release again.
+_CACHE = os.environ.get("XDG_CACHE_HOME", "")
+
+
 def tree(project: str, release: str) -> Path:
     """A folder for PYTHONPATH with the sources of a release."""
     try:
-        return fetch.tree(project, release)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", _CACHE)
+            return fetch.tree(project, release)
     except fetch.FetchError as error:
         if os.environ.get("CI"):
             pytest.fail(f"CI runs on real upstreams: {error}")

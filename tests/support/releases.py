@@ -11,7 +11,6 @@ import pytest
 from compat import fetch
 from ultra_patches.core import facts
 
-
 #: The cache of whoever runs the tests. Tests with one of their own would fetch every release again.
 _CACHE = os.environ.get("XDG_CACHE_HOME", "")
 

@@ -29,15 +29,21 @@ def twos(*names: str, value: float = 2.0) -> list[tuple[str, Any]]:
     return [(name, torch.full((2,), value)) for name in names]
 
 
+class Model(nn.Module):  # type: ignore[misc] # torch is not followed
+    """Loads as every model of vLLM does."""
+
+    def load_weights(self, weights: Any) -> None:
+        probes.load(self, list(weights))
+
+
 def router() -> nn.Module:
     """A gate with a router bias, and a layer beside it."""
-    model = nn.Module()
+    model = Model()
     model.gate, model.other = nn.Module(), nn.Module()
     model.gate.weight, model.gate.e_score_correction_bias = probes.parameter(2), probes.parameter(2)
     model.other.w = probes.parameter(2)
     for param in model.parameters():
         param.weight_loader = rows
-    model.load_weights = lambda weights: probes.load(model, list(weights))
     probes.record(model)
     return model
 

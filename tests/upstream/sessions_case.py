@@ -175,7 +175,7 @@ def check(layers: Sequence[Sequence[str]], wanted: Sequence[Session]) -> None:
     objects = {name: (id(t), t.data_ptr()) for name, t in _all(model).items()}
     keys = set(model.state_dict())
     for number, session in enumerate(wanted):
-        os.environ[ATOMIC] = str(int(session.atomic))
+        os.environ[ATOMIC] = "True" if session.atomic else "no"
         before = {name: tensor.clone() for name, tensor in live.items()}
         probes.begin(model)
         for call in session.calls:

@@ -24,6 +24,7 @@ from packaging.version import Version
 from pypi_simple import PYPI_SIMPLE_ENDPOINT, DistributionPackage, NoSuchProjectError, PyPISimple
 from remotezip import RangeNotSupported, RemoteZip, RemoteZipError
 
+from ultra_patches.core import facts
 from ultra_patches.untrusted import shown, without_credentials
 
 
@@ -112,6 +113,17 @@ def tree(project: str, release: str) -> Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def with_operators(sources: Path, folder: Path) -> Path:
+    """The sources of a vLLM release, in `folder`, with the compiled operators of the installed one beside them."""
+    made = folder / sources.name
+    shutil.copytree(sources, made, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    installed = facts.locate("vllm")
+    assert installed is not None, "vLLM is not installed"
+    for operators in installed.root.glob("*.so"):
+        (made / "vllm" / operators.name).symlink_to(operators)
+    return made
 
 
 def _download(found: DistributionPackage) -> bytes:

@@ -30,6 +30,7 @@ if os.environ.get("ULTRA_PATCHES") != "off":
 import torch
 
 from compat.zoo import compare, configs
+from ultra_patches.errors import one_line
 
 SECONDS = 240
 Weights = Mapping[str, torch.Tensor]
@@ -59,7 +60,7 @@ def checkpoints(architecture: str, kind: str, folder: Path) -> dict[str, Weights
         model = model.to(torch.bfloat16)
         model.save_pretrained(folder / "a", max_shard_size="1TB")
     except Exception as error:
-        raise configs.NotMadeError(f"transformers makes no model of it: {configs._line(error)}") from error
+        raise configs.NotMadeError(f"transformers makes no model of it: {one_line(error)}") from error
     del model
     first = load_file(folder / "a" / "model.safetensors")
     found: dict[str, Weights] = {}
@@ -127,7 +128,7 @@ def tried(architecture: str, kind: str) -> dict[str, Any]:
             right = {name: compare.copies(compare.tensors(loaded(folder / name)[0])) for name in weights}
             model, config = loaded(folder / "a")
         except Exception as error:
-            raise configs.NotMadeError(f"vLLM does not load it here: {configs._line(error)}") from error
+            raise configs.NotMadeError(f"vLLM does not load it here: {one_line(error)}") from error
         found: dict[str, str] = {}
         for title, (calls, target) in KINDS.items():
             found[title] = _outcome(model, config, calls(weights["b"]), right[target])
@@ -147,7 +148,7 @@ def _outcome(model: Any, config: Any, calls: Sequence[Weights], right: Mapping[s
         session(model, config, calls)
     except Exception as error:  # noqa: BLE001 # what went wrong is the result
         kind = "refused" if "weight update refused" in str(error) else "raised"
-        return f"{kind}: {configs._line(error)}"
+        return f"{kind}: {one_line(error)}"
     wrong = compare.differ(right, compare.tensors(model))
     if wrong:
         return f"wrong: {len(wrong)} of {len(right)}: {', '.join(wrong[:4])}"
@@ -163,7 +164,7 @@ def _line_of(architecture: str, kind: str) -> dict[str, Any]:
     except configs.NotMadeError as error:
         found = {"not made": str(error)}
     except BaseException as error:  # noqa: BLE001 # a fork answers whatever happens
-        found = {"not made": f"the zoo failed: {configs._line(error)}", "traceback": traceback.format_exc()[-1500:]}
+        found = {"not made": f"the zoo failed: {one_line(error)}", "traceback": traceback.format_exc()[-1500:]}
     return {"architecture": architecture, "kind": kind, "seconds": round(time.monotonic() - began, 1), **found}
 
 

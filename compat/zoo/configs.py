@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from ultra_patches.errors import one_line
+
 #: What a configuration has of these becomes small. Widths of convolutions stay as they are: kernels depend on them.
 SMALL: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "ffn_hidden_size": 128, "ffn_dim": 128,
@@ -81,7 +83,7 @@ def small(architecture: str, kind: str) -> tuple[Any, Any]:
     try:
         config = _shrunk(transformers.AutoConfig.for_model(model_type), MORE.get(model_type, {}))
     except Exception as error:
-        raise NotMadeError(f"the rule's values make no configuration: {_line(error)}") from error
+        raise NotMadeError(f"the rule's values make no configuration: {one_line(error)}") from error
     config.architectures = [architecture]
     return getattr(transformers, architecture), config
 
@@ -119,8 +121,3 @@ def _model_types() -> dict[str, str]:
 def _items(table: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     for model_type, names in table.items():
         yield model_type, tuple(names) if isinstance(names, (tuple, list)) else (names,)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else ''}"

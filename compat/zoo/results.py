@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,11 @@ def run(release: str | None, wanted: Sequence[str], told: Callable[[str], None])
     installed = facts.locate("vllm")
     release = release or str(installed.version if installed else "")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(SIDES)) as pool:
-        path = [] if installed and release == installed.version else [str(_with_operators(release, Path(folder)))]
+        path = (
+            []
+            if installed and release == installed.version
+            else [str(fetch.with_operators(fetch.tree("vllm", release), Path(folder)))]
+        )
         sides = pool.map(lambda side: _side(side, path, wanted, told), SIDES)
         found = dict(zip(SIDES, sides, strict=True))
     rows: dict[str, Row] = {}
@@ -51,18 +54,6 @@ def run(release: str | None, wanted: Sequence[str], told: Callable[[str], None])
         "transformers": metadata.version("transformers"),
         "architectures": rows,
     }
-
-
-def _with_operators(release: str, folder: Path) -> Path:
-    """The sources of a release with the compiled operators of the installed one beside them."""
-    made = folder / f"vllm-{release}"
-    shutil.copytree(
-        fetch.tree("vllm", release), made, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    installed = facts.locate("vllm")
-    for operators in installed.root.glob("*.so") if installed else ():
-        (made / "vllm" / operators.name).symlink_to(operators)
-    return made
 
 
 def _side(side: str, path: Sequence[str], wanted: Sequence[str], told: Callable[[str], None]) -> list[Row]:
@@ -100,12 +91,6 @@ def save(result: Mapping[str, Any]) -> Path:
     FOLDER.mkdir(exist_ok=True)
     path.write_text(json.dumps({**result, "architectures": rows}, indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def load(release: str) -> dict[str, Any]:
-    """What is kept of a release."""
-    kept: dict[str, Any] = json.loads(path_of(release).read_text(encoding="utf-8"))
-    return kept
 
 
 def counts(result: Mapping[str, Any]) -> dict[str, Counter[str]]:

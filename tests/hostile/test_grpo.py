@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,23 +21,13 @@ import torch
 from examples.errors import RunError
 from examples.grpo import checkpoint, data, report, train
 from examples.grpo.policy import Policy
+from tests.hostile.full_disk import limited
 from tests.nemotron_ultra.conftest import ROOT
 
 # TensorBoard's own thread, which has no room either where the disk is full.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 ROW = {"phase": "grpo", "step": 0, "reward": 0.5, "sync_s": 1.0}
-
-
-@contextlib.contextmanager
-def limited(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes: what a full disk does, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Actors:

@@ -3,13 +3,12 @@
 import contextlib
 import json
 import os
-import resource
 import socket
 import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ pytest.importorskip("ray")
 from examples.errors import RunError, reported
 from examples.nemotron_ultra import cluster_ready, gsm8k, manifest, stage
 from examples.nemotron_ultra.place import Contents, Mirror, Part, place
+from tests.hostile.full_disk import limited
 from tests.nemotron_ultra import conftest
 from tests.nemotron_ultra.conftest import ROOT, SHARDS
 
@@ -207,17 +207,6 @@ def test_nothing_is_put_beside_the_folder(tmp_path: Path, name: str) -> None:
     )
     assert not (tmp_path / "mirror").exists()
     assert not (tmp_path / "out").exists()
-
-
-@contextlib.contextmanager
-def limited(size: int) -> Iterator[None]:
-    """No file may grow beyond so many bytes: what a full disk does, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 PART = Part("data", [manifest.of_bytes("train.jsonl", b"x" * 4096)], Contents({"train.jsonl": b"x" * 4096}))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from compat import fetch
-from ultra_patches.core import facts
 
 #: The cache of whoever runs the tests. Tests with one of their own would fetch every release again.
 _CACHE = os.environ.get("XDG_CACHE_HOME", "")
@@ -29,10 +27,4 @@ def tree(project: str, release: str) -> Path:
 
 def with_operators(release: str, folder: Path) -> Path:
     """The sources of a vLLM release with the compiled operators of the installed one beside them, for a whole engine."""
-    made = folder / f"vllm-{release}"
-    shutil.copytree(tree("vllm", release), made, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
-    installed = facts.locate("vllm")
-    assert installed is not None
-    for operators in installed.root.glob("*.so"):
-        (made / "vllm" / operators.name).symlink_to(operators)
-    return made
+    return fetch.with_operators(tree("vllm", release), folder)

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 import ultra_patches
+from compat.zoo import compare
 from ultra_patches.errors import UltraPatchesError
 from ultra_patches.reload import toys as probes
 
@@ -74,37 +75,6 @@ def made(weights: Mapping[str, torch.Tensor], folder: Path) -> tuple[Any, Any]:
         return get_model(vllm_config=config), config
 
 
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Whatever hangs on a module: parameters, buffers, attributes, and what is in lists and dicts of these."""
-    found: dict[str, torch.Tensor] = {}
-
-    def add(name: str, value: Any, depth: int = 0) -> None:
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif isinstance(value, (list, tuple, dict)) and depth < 3:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, inner in items:
-                add(f"{name}[{key}]", inner, depth + 1)
-
-    for path, module in model.named_modules():
-        kept = {**module._parameters, **module._buffers, **{n: v for n, v in vars(module).items() if n[0] != "_"}}
-        for name, value in [*kept.items(), *vars(getattr(module, "quant_method", object)).items()]:
-            add(f"{path}.{name}", value)
-    return found
-
-
-def differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    def content(tensor: torch.Tensor) -> Any:
-        return None if tensor.is_meta else tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-        x, y = content(a), content(b)
-        return a.shape == b.shape and a.dtype == b.dtype and (x is y if x is None or y is None else torch.equal(x, y))
-
-    both = one.keys() & other.keys()
-    return sorted((one.keys() ^ other.keys()) | {name for name in both if not same(one[name], other[name])})
-
-
 def update(model: Any, config: Any, *calls: Mapping[str, torch.Tensor]) -> None:
     """One session; each call's tensors are overwritten once it has returned."""
     from vllm.config import set_current_vllm_config
@@ -134,7 +104,7 @@ def main() -> None:
         folder = Path(place)
         first, config = made_first(a, folder, init_distributed_environment, ensure_model_parallel_initialized)
         targets = {"a": a, "b": b, "part": {**a, **part}}
-        right = {name: tensors(made(weights, folder / name)[0]) for name, weights in targets.items()}
+        right = {name: compare.tensors(made(weights, folder / name)[0]) for name, weights in targets.items()}
         names = list(b)
         sessions: dict[str, tuple[str, list[Mapping[str, torch.Tensor]]]] = {
             "whole": ("b", [b]), "back": ("a", [a]),  # each goes on from the one before
@@ -146,7 +116,7 @@ def main() -> None:
         for title, (target, calls) in sessions.items():
             try:
                 update(first, config, *calls)
-                wrong[title] = differ(right[target], tensors(first))
+                wrong[title] = compare.differ(right[target], compare.tensors(first))
             except UltraPatchesError as error:
                 wrong[title] = [str(error)]
     files = [sys.modules[f"{RELOAD}.{name}"].__file__ for name in ("meta", "layerwise")]
